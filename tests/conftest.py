@@ -1,0 +1,51 @@
+"""Fixtures that several rooms share: real worlds of real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKERS = Path(__file__).parent / "workers"
+
+
+@dataclass(frozen=True)
+class WorldRun:
+    """What a world of processes left behind."""
+
+    returncode: int
+    output: str
+    by_rank: list[Any]
+
+
+@pytest.fixture
+def run_world(tmp_path: Path) -> Callable[..., WorldRun]:
+    """Runs a script of tests/workers in a world of torchrun processes.
+
+    The script is called as `script OUTPUT_DIR ARGS...` and leaves its result as OUTPUT_DIR/<rank>.json.
+    """
+
+    def run(script: str, *args: object, size: int = 2, env: dict[str, str] | None = None) -> WorldRun:
+        out = tmp_path / f"world-{len(list(tmp_path.glob('world-*')))}"
+        out.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(size)]
+        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+        command += [str(WORKERS / script), str(out), *map(str, args)]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=280,
+        )
+        results = [out / f"{rank}.json" for rank in range(size)]
+        by_rank = [json.loads(path.read_text()) if path.exists() else None for path in results]
+        return WorldRun(done.returncode, done.stdout, by_rank)
+
+    return run

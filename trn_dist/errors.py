@@ -1,0 +1,42 @@
+"""The errors that trn_dist raises on purpose.
+
+Each message says what is wrong, where (file, shard, key, rank, field) and what to do about it. A command that ends in
+one of these prints the message without a traceback and exits with the class's `exit_code`.
+"""
+
+import os
+
+
+class TrnDistError(Exception):
+    """Base of every error that trn_dist raises on purpose.
+
+    Attributes:
+        exit_code: what a command that ends in this error returns to its caller.
+    """
+
+    exit_code: int = 1
+
+
+class ConfigError(TrnDistError):
+    """What the user asked for cannot work; trying again without a change cannot help.
+
+    The exit code is `EX_CONFIG` of sysexits.h (78), which the launcher never retries.
+    """
+
+    exit_code: int = os.EX_CONFIG
+
+
+class DataError(ConfigError):
+    """Input data that is missing, damaged or not what it claims to be."""
+
+
+class MissingDependencyError(ConfigError):
+    """A package that this feature needs is not installed; the message names the extra that brings it."""
+
+
+class WorldError(TrnDistError):
+    """The processes of a job do not form the world that the launcher announced."""
+
+
+class CheckpointError(TrnDistError):
+    """A checkpoint is missing, incomplete, damaged or belongs to another run."""

@@ -1,0 +1,36 @@
+"""Parts of a training loop: precision, optimizers, schedules, the step, the loop, checkpoints and metrics.
+
+Each stands alone; `fit` shows how they fit together and `examples/bert_phase1/train.py` uses them all.
+"""
+
+from trn_dist.training.checkpoint import Checkpoint, CheckpointStore
+from trn_dist.training.fit import fit
+from trn_dist.training.metrics import JsonLines, Sink, TensorBoard
+from trn_dist.training.optimizers import AdamW, Lamb, Optimizer
+from trn_dist.training.precision import Precision
+from trn_dist.training.report import RunLog, Summary
+from trn_dist.training.schedules import Schedule, linear_warmup_linear_decay, linear_warmup_polynomial_decay
+from trn_dist.training.state import TrainingState
+from trn_dist.training.step import Batch, StepResult, TrainStep
+
+__all__ = [
+    "AdamW",
+    "Batch",
+    "Checkpoint",
+    "CheckpointStore",
+    "JsonLines",
+    "Lamb",
+    "Optimizer",
+    "Precision",
+    "RunLog",
+    "Schedule",
+    "Sink",
+    "StepResult",
+    "Summary",
+    "TensorBoard",
+    "TrainStep",
+    "TrainingState",
+    "fit",
+    "linear_warmup_linear_decay",
+    "linear_warmup_polynomial_decay",
+]

@@ -1,0 +1,195 @@
+"""The log of a run on rank 0: a progress line, metric sinks and a summary file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from trn_dist.training.metrics import Sink
+from trn_dist.training.step import StepResult
+from trn_dist.xla import World
+from trn_dist.xla.graphs import GraphCount, count_graphs
+
+_WINDOW = 10  # steps over which the throughput is averaged, as in the published tutorial
+_WARM_UP = 2  # steps that compile; left out of every throughput
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did, for `results.json`. Times are seconds of wall clock; rates are sequences per second.
+
+    Attributes:
+        first_step: index of the first step taken by this run.
+        last_step: index of the last step taken; -1 if none was.
+        first_loss: loss of the first step.
+        final_loss: loss of the last step.
+        sequences: number of sequences trained on by this run, over all workers.
+        seconds: from the first step's start to the last one's end.
+        average_throughput: sequences per second after the first two steps, which compile.
+        peak_throughput: the best mean over ten steps.
+        input_seconds: spent waiting for batches.
+        checkpoint_seconds: spent writing checkpoints.
+        graphs_compiled: number of graphs this process compiled.
+        compile_seconds: spent compiling them.
+        world_size: number of workers.
+        device: kind of device.
+    """
+
+    first_step: int
+    last_step: int
+    first_loss: float
+    final_loss: float
+    sequences: int
+    seconds: float
+    average_throughput: float
+    peak_throughput: float
+    input_seconds: float
+    checkpoint_seconds: float
+    graphs_compiled: int
+    compile_seconds: float
+    world_size: int
+    device: str
+
+    def write(self, path: Path) -> None:
+        """Writes the summary as JSON, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.unfinished")
+        beside.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)
+
+
+class RunLog:
+    """Collects what each step reports and reads it from the device later, a few steps at a time.
+
+    Only rank 0 writes; on the other ranks the log keeps the times and does nothing else.
+
+    Args:
+        world: the job's.
+        sinks: take every step's numbers.
+        global_batch: sequences a step, over all workers.
+        start: index of the first step of this run.
+        stop: index behind its last step.
+        log_every: steps between progress lines, which is also how often losses are read from the device.
+        print_gradient_norm: show it in the progress line.
+        stream: where progress goes.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        sinks: Sequence[Sink],
+        *,
+        global_batch: int,
+        start: int,
+        stop: int,
+        log_every: int = 10,
+        print_gradient_norm: bool = False,
+        stream: TextIO = sys.stdout,
+    ) -> None:
+        self.world, self.sinks, self.stream = world, sinks if world.rank == 0 else (), stream
+        self.global_batch, self.start, self.stop, self.log_every = global_batch, start, stop, log_every
+        self.print_gradient_norm = print_gradient_norm
+        self.input_seconds = self.checkpoint_seconds = 0.0
+        self._pending: list[tuple[int, StepResult, float]] = []
+        self._times: deque[float] = deque(maxlen=_WINDOW + 1)
+        self._graphs: GraphCount = count_graphs(world)
+        self._begin = time.perf_counter()
+        self._warm: tuple[int, float] | None = None  # steps done and time when the warm-up was over
+        self._peak = 0.0
+        self._losses: tuple[float, float] = (float("nan"), float("nan"))
+
+    def record(self, step: int, result: StepResult) -> None:
+        """Takes the report of a step that was just launched."""
+        now = time.perf_counter()
+        done = step + 1 - self.start
+        if done == _WARM_UP:
+            self._warm = (done, now)
+        if done >= _WARM_UP:
+            self._times.append(now)
+            if len(self._times) > _WINDOW:
+                self._peak = max(self._peak, self._window_throughput())
+        self._pending.append((step, result, self._window_throughput()))
+        if done == 1 or done % self.log_every == 0 or step + 1 == self.stop:
+            self.flush()
+
+    def flush(self) -> None:
+        """Reads the pending reports from the device, hands them to the sinks and prints the newest."""
+        if not self._pending or self.world.rank != 0:
+            self._pending.clear()
+            return
+        scalars = [tensor for _, result, _ in self._pending for tensor in (result.loss, result.gradient_norm)]
+        values = [float(view) for view in self.world.host_views(scalars)]
+        for (step, result, throughput), loss, norm in zip(self._pending, values[::2], values[1::2], strict=True):
+            numbers = {"loss": loss, "learning_rate": result.learning_rate, "gradient_norm": norm}
+            if throughput:
+                numbers["sequences_per_second"] = throughput
+            for sink in self.sinks:
+                sink.write(step, numbers)
+        first = self._losses[0] if self._pending[0][0] > self.start else values[0]
+        self._losses = (first, values[-2])
+        self._print(self._pending[-1], values[-2], values[-1])
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Flushes and closes the sinks."""
+        self.flush()
+        for sink in self.sinks:
+            sink.close()
+
+    def summary(self, last_step: int) -> Summary:
+        """Returns the summary of the run up to `last_step`."""
+        now = self._times[-1] if self._times else time.perf_counter()
+        graphs = count_graphs(self.world) - self._graphs
+        done = last_step + 1 - self.start
+        warm_done, warm_time = self._warm or (done, now)
+        return Summary(
+            first_step=self.start,
+            last_step=last_step,
+            first_loss=self._losses[0],
+            final_loss=self._losses[1],
+            sequences=done * self.global_batch,
+            seconds=now - self._begin,
+            average_throughput=(done - warm_done) * self.global_batch / (now - warm_time) if now > warm_time else 0.0,
+            peak_throughput=self._peak or self._window_throughput(),
+            input_seconds=self.input_seconds,
+            checkpoint_seconds=self.checkpoint_seconds,
+            graphs_compiled=graphs.compiled,
+            compile_seconds=graphs.compile_seconds,
+            world_size=self.world.size,
+            device=self.world.kind,
+        )
+
+    def _window_throughput(self) -> float:
+        """Sequences per second over the last steps; 0 while there is nothing to average."""
+        if len(self._times) < 2:
+            return 0.0
+        return (len(self._times) - 1) * self.global_batch / (self._times[-1] - self._times[0])
+
+    def _print(self, newest: tuple[int, StepResult, float], loss: float, norm: float) -> None:
+        step, result, throughput = newest
+        parts = [f"step {step + 1}/{self.stop}", f"loss {loss:.4f}", f"lr {result.learning_rate:.3e}"]
+        if self.print_gradient_norm:
+            parts.append(f"grad norm {norm:.3f}")
+        if throughput:
+            remaining = (self.stop - step - 1) * self.global_batch / throughput
+            parts += [f"{throughput:,.1f} seq/s", f"ETA {format_duration(remaining)}"]
+        else:
+            parts.append("compiling")
+        print("  ".join(parts), file=self.stream, flush=True)
+
+
+def format_duration(seconds: float) -> str:
+    """`0:07`, `12:34`, `3:04:05`, `1d 03:04:05`."""
+    whole = round(seconds)
+    days, rest = divmod(whole, 86_400)
+    hours, rest = divmod(rest, 3600)
+    minutes, secs = divmod(rest, 60)
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}:{secs:02}"
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"

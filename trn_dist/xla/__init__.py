@@ -1,0 +1,10 @@
+"""Devices, worlds and what crosses the processes of a job: collectives and gradient reduction.
+
+`init()` returns the `World` of this process. PyTorch/XLA is imported only when an XLA device is asked for, so the
+native backend works without it.
+"""
+
+from trn_dist.xla.gradients import GradientBuckets
+from trn_dist.xla.world import DEVICES, World, init
+
+__all__ = ["DEVICES", "GradientBuckets", "World", "init"]
