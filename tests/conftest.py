@@ -6,10 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if find_spec("torch_xla"):
+    # PyTorch counts the devices at the process's first backward pass; a test on the CPU may come before one on XLA.
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    import torch_xla
+
+    del torch_xla
 
 WORKERS = Path(__file__).parent / "workers"
 
@@ -38,7 +46,7 @@ def run_world(tmp_path: Path) -> Callable[..., WorldRun]:
         command += [str(WORKERS / script), str(out), *map(str, args)]
         done = subprocess.run(
             command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -5,6 +5,8 @@ one of these prints the message without a traceback and exits with the class's `
 """
 
 import os
+import sys
+from collections.abc import Callable
 
 
 class TrnDistError(Exception):
@@ -40,3 +42,20 @@ class WorldError(TrnDistError):
 
 class CheckpointError(TrnDistError):
     """A checkpoint is missing, incomplete, damaged or belongs to another run."""
+
+
+def exit_code_of(main: Callable[[], object]) -> int:
+    """Runs a program's main function and returns its exit code.
+
+    An error that trn_dist raises on purpose is printed to stderr, without a traceback, and gives its class's code; any
+    other error is a fault and keeps its traceback.
+
+    Args:
+        main: returns None for success, or the exit code.
+    """
+    try:
+        code = main()
+    except TrnDistError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return code if isinstance(code, int) else 0

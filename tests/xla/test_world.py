@@ -131,8 +131,17 @@ def test_another_pjrt_device_is_refused(monkeypatch):
 )
 def test_a_missing_package_names_the_extra(monkeypatch, kind, absent, extra):
     monkeypatch.setattr(world_module, "find_spec", lambda name: None if name == absent else object())
-    with pytest.raises(MissingDependencyError, match=rf"{absent}, which is not installed: pip install 'trn-dist\[{extra}\]'"):
+    with pytest.raises(
+        MissingDependencyError, match=rf"{absent}, which is not installed: pip install 'trn-dist\[{extra}\]'"
+    ):
         world_module._require_torch_xla(kind)
+
+
+def test_autograd_before_torch_xla_is_named():
+    program = "import torch, trn_dist.xla as x; torch.ones(1, requires_grad=True).sum().backward(); x.init('cpu-xla')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "ran a backward pass before torch_xla was imported" in done.stderr
 
 
 def test_native_backend_does_not_import_torch_xla():

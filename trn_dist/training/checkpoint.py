@@ -157,7 +157,13 @@ class CheckpointStore:
 
     def _put_in_place(self, beside: Path, final: Path) -> None:
         if final.exists():
-            # The same step again, after a resume from an older checkpoint, which is still there.
+            # The same step again, after a resume from an older checkpoint: until the new one is in place, that one is
+            # the latest.
+            older = [step for step in self.steps() if self.path(step) != final]
+            if older:
+                self._point_latest_to(self.path(older[-1]))
+            else:
+                (self.directory / "latest").unlink(missing_ok=True)
             final.rename(self.directory / f".{final.name}.replaced.unfinished")
         beside.rename(final)
         _force_to_disk(self.directory)

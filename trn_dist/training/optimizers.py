@@ -60,9 +60,8 @@ class Optimizer(ABC):
         self.parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         if not self.parameters:
             raise ConfigError("the optimizer was given no parameter that requires a gradient")
-        self.weight_decay = {
-            name: weight_decay if decays(name, parameter) else 0.0 for name, parameter in self.parameters.items()
-        }
+        self.weight_decay = weight_decay
+        self.decaying = {name for name, parameter in self.parameters.items() if decays(name, parameter)}
         self.stochastic_rounding = stochastic_rounding
         self.steps = 0
         self.state = {
@@ -171,18 +170,22 @@ class AdamW(Optimizer):
         self.betas, self.eps = betas, eps
 
     def host_factors(self, learning_rate: float) -> list[float]:
-        """The learning rate, the step size with the first bias correction, the root of the second correction."""
+        """What decay leaves of a weight, the step size with the first bias correction, the root of the second one."""
         beta1, beta2 = self.betas
-        return [learning_rate, learning_rate / (1 - beta1**self.steps), (1 - beta2**self.steps) ** 0.5]
+        return [
+            1 - learning_rate * self.weight_decay,
+            learning_rate / (1 - beta1**self.steps),
+            (1 - beta2**self.steps) ** 0.5,
+        ]
 
     def update(
         self, name: str, weight: torch.Tensor, gradient: torch.Tensor, factors: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
         """See `Optimizer.update`."""
-        learning_rate, step_size, root_correction = factors
+        kept, step_size, root_correction = factors
         mean, square = _moments(self.state, name, gradient, self.betas)
-        if self.weight_decay[name]:
-            weight = weight - weight * (learning_rate * self.weight_decay[name])
+        if name in self.decaying:
+            weight = weight * kept
         return weight - step_size * (mean / (square.sqrt() / root_correction + self.eps))
 
 
@@ -235,10 +238,9 @@ class Lamb(Optimizer):
         learning_rate, correct_mean, correct_square = factors
         mean, square = _moments(self.state, name, gradient, self.betas)
         direction = mean * correct_mean / ((square * correct_square).sqrt() + self.eps)
-        decay = self.weight_decay[name]
-        if not decay:
+        if name not in self.decaying:
             return weight - learning_rate * direction
-        direction = direction + decay * weight
+        direction = direction + self.weight_decay * weight
         weight_norm, direction_norm = weight.norm(), direction.norm()
         ratio = torch.where((weight_norm > 0) & (direction_norm > 0), weight_norm / direction_norm, 1.0)
         if self.trust_clip:

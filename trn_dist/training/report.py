@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Self, TextIO
 
-from trn_dist.training.metrics import Sink
+from trn_dist.training.metrics import JsonLines, Sink, TensorBoard
 from trn_dist.training.step import StepResult
 from trn_dist.xla import World
 from trn_dist.xla.graphs import GraphCount, count_graphs
@@ -55,6 +55,16 @@ class Summary:
     compile_seconds: float
     world_size: int
     device: str
+
+    def __str__(self) -> str:
+        """A few lines for a person."""
+        steps = self.last_step + 1 - self.first_step
+        return (
+            f"{steps} steps ({self.first_step + 1} to {self.last_step + 1}) in {format_duration(self.seconds)}: "
+            f"loss {self.first_loss:.4f} -> {self.final_loss:.4f}\n"
+            f"{self.average_throughput:,.1f} sequences/s on average, {self.peak_throughput:,.1f} at best; "
+            f"{self.graphs_compiled} graphs compiled in {self.compile_seconds:.1f} s"
+        )
 
     def write(self, path: Path) -> None:
         """Writes the summary as JSON, whole or not at all."""
@@ -104,6 +114,24 @@ class RunLog:
         self._peak = 0.0
         self._losses: tuple[float, float] = (float("nan"), float("nan"))
 
+    @classmethod
+    def in_directory(cls, directory: Path, world: World, *, start: int, **options: Any) -> RunLog:  # noqa: ANN401
+        """Returns a log that writes `metrics.jsonl` and TensorBoard events into a directory, from rank 0.
+
+        Args:
+            directory: of the run.
+            world: the job's.
+            start: index of the first step of this run; what an earlier run wrote of this and later steps is dropped.
+            **options: the other arguments of `RunLog`.
+        """
+        sinks: list[Sink] = []
+        if world.rank == 0:
+            sinks = [
+                JsonLines(directory / "metrics.jsonl", start=start),
+                TensorBoard(directory / "tensorboard", start=start),
+            ]
+        return cls(world, sinks, start=start, **options)
+
     def record(self, step: int, result: StepResult) -> None:
         """Takes the report of a step that was just launched."""
         now = time.perf_counter()
@@ -117,6 +145,12 @@ class RunLog:
         self._pending.append((step, result, self._window_throughput()))
         if done == 1 or done % self.log_every == 0 or step + 1 == self.stop:
             self.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def flush(self) -> None:
         """Reads the pending reports from the device, hands them to the sinks and prints the newest."""

@@ -106,7 +106,7 @@ class TrainingState:
         digest = hashlib.sha256()
         for name, view in zip(weights, self.world.host_views(list(weights.values())), strict=True):
             digest.update(f"{name} {tuple(view.shape)} {view.dtype}\n".encode())
-            digest.update(view.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(view.reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _weights(self) -> dict[str, torch.Tensor]:

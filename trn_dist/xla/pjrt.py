@@ -33,6 +33,21 @@ class XlaWorld(World):
                 "trn_dist.xla.init() with another PJRT_DEVICE, or the plugin of the device did not load"
             )
 
+        self._try_autograd()
+
+    def _try_autograd(self) -> None:
+        """Records a backward pass on the device (nothing is compiled), which a late import of torch_xla breaks."""
+        probe = torch.ones(1, device=self.device, requires_grad=True)
+        try:
+            (probe * 2).sum().backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "device_ready_queues_" not in str(error):
+                raise
+            raise ConfigError(
+                "this process ran a backward pass before torch_xla was imported, and PyTorch counts its devices only "
+                "once, at the first one: call trn_dist.xla.init() (or import torch_xla) before any backward pass"
+            ) from error
+
     def sync(self, *, wait: bool = False) -> None:
         """See `World.sync`."""
         torch_xla.sync(wait=wait)

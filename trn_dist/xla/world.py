@@ -104,6 +104,11 @@ class World(ABC):
         dist.broadcast_object_list(box, src=source, group=self._host_group)
         return box[0]
 
+    def print(self, text: str) -> None:
+        """Prints on rank 0 alone."""
+        if self.rank == 0:
+            print(text, flush=True)
+
     def require_equal(self, **facts: object) -> None:
         """Proves that all ranks agree before any of them trains on a disagreement.
 

@@ -1,0 +1,151 @@
+"""BERT phase-1 pre-training, data-parallel over the processes of a torchrun job.
+
+The reference run is 64 workers on two trn1.32xlarge; the same script trains a small model on a laptop. `arguments.py`
+has the flags, docs/bert.md what became of each flag of the published tutorial's script.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from arguments import choose_precision, parse_arguments
+
+from trn_dist import __version__, xla
+from trn_dist.data.loader import PREDICTIONS_PER_BATCH, BatchLoader, BatchShape
+from trn_dist.data.shards import ShardSet
+from trn_dist.errors import CheckpointError, ConfigError, TrnDistError, exit_code_of
+from trn_dist.models.bert import BertConfig, BertForPreTraining, pretraining_losses
+from trn_dist.training import (
+    AdamW,
+    CheckpointStore,
+    Lamb,
+    RunLog,
+    TrainingState,
+    TrainStep,
+    fit,
+    linear_warmup_linear_decay,
+)
+
+OPTIMIZERS = {"AdamW": AdamW, "AdamW_FP32OptimParams": AdamW, "AdamW_FP32ParamsCopy": AdamW, "LAMB": Lamb}
+
+
+def open_shards(args):
+    shards = ShardSet.open(Path(args.data_dir).expanduser())
+    asked = {"seq_len": (args.seq_len, shards.seq_len), "max_pred_len": (args.max_pred_len, shards.max_predictions)}
+    for flag, (wanted, found) in asked.items():
+        if wanted not in (None, found):
+            raise ConfigError(f"--{flag} {wanted} was asked for, but the shards in {args.data_dir} have {found}")
+    return shards
+
+
+def resume(args, state, store):
+    """Goes on from output_dir, else from the checkpoints that were named, else starts anew; returns from where."""
+    step = args.resume_step if args.resume_step >= 0 else None
+    named = CheckpointStore(Path(args.resume_ckpt_path)) if args.resume_ckpt_path else None
+    if state.resume(store, step=step if store.steps() else None):
+        return store.path(state.step)
+    if named and args.phase2:
+        state.load_weights(named, step=step)
+    elif named and state.resume(named, step=step):
+        return named.path(state.step)
+    elif named or args.resume_ckpt:
+        raise CheckpointError(f"there is no checkpoint to resume from in {(named or store).directory}")
+    return None
+
+
+def train(args):
+    precision = choose_precision(args)
+    os.environ.update(precision.neuron_environment(os.environ))
+    output = Path(args.output_dir).expanduser()
+    with xla.init(args.device) as world:
+        shards = open_shards(args)
+        changes = {"dropout": 0.0, "attention_dropout": 0.0} if args.disable_dropout else {}
+        if shards.vocab_size:
+            changes["vocab_size"] = shards.vocab_size
+        config = BertConfig.named("debug" if args.debug else args.model, **changes)
+        model = BertForPreTraining(config, seed=args.seed).to(precision.weights).to(world.device)
+        optimizer = OPTIMIZERS[args.optimizer](
+            model.named_parameters(),
+            master_weights=precision.master_weights,
+            # NeuronCores round in hardware; elsewhere the optimizer does it.
+            stochastic_rounding=precision.stochastic_rounding and world.kind != "neuron",
+        )
+
+        def loss(batch):
+            inputs = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions")
+            logits = model(*(batch[name] for name in inputs))
+            losses = pretraining_losses(logits, batch["masked_lm_ids"], batch["next_sentence_labels"])
+            return losses.masked_lm_sum / batch[PREDICTIONS_PER_BATCH] + losses.next_sentence_sum / args.batch_size
+
+        shape = BatchShape(args.batch_size, args.grad_accum_usteps, world.rank, world.size)
+        loader = BatchLoader(shards, shape, seed=args.seed)
+        identity = {
+            "model": str(config),
+            "optimizer": args.optimizer,
+            "precision": precision.name,
+            "seed": args.seed,
+            "global_batch": shape.global_batch,
+            "data": shards.fingerprint,
+        }
+        state = TrainingState(world, model, optimizer, identity)
+        store = CheckpointStore(output / "checkpoints", keep=args.num_ckpts_to_keep)
+        resumed_from = resume(args, state, store)
+        world.require_equal(version=__version__, **(vars(args) | identity), weights=state.fingerprint())
+
+        start = state.step
+        stop = args.max_steps if args.steps_this_run < 0 else min(args.max_steps, start + args.steps_this_run)
+        world.print(
+            f"BERT {args.model}, {config.num_parameters / 1e6:.1f} M parameters, {precision.name}, on {world.kind}: "
+            f"{world.size} workers, global batch {shape.global_batch:,}, {shards.num_samples:,} sequences\n"
+            + (f"resumed from {resumed_from} after step {start}" if resumed_from else "starting from new weights")
+        )
+        if start >= stop:
+            return world.print(f"nothing to do: the run is at step {start} and ends at step {stop}")
+
+        schedule = linear_warmup_linear_decay(args.lr, args.warmup_steps, args.max_steps)
+        train_step = TrainStep(
+            world,
+            loss,
+            optimizer,
+            schedule,
+            accumulation=args.grad_accum_usteps,
+            precision=precision,
+            seed=args.seed,
+        )
+        log = RunLog.in_directory(
+            output,
+            world,
+            global_batch=shape.global_batch,
+            start=start,
+            stop=stop,
+            log_every=args.log_every,
+            print_gradient_norm=args.print_grad_norm,
+        )
+        with log:
+            fit(
+                train_step,
+                state,
+                loader.steps(start, stop),
+                log,
+                save=lambda: state.save(store),
+                save_every=args.steps_per_ckpt,
+            )
+        summary = log.summary(state.step - 1)
+        if world.rank == 0:
+            summary.write(output / args.metrics_file)
+        world.print(
+            f"{summary}\n"
+            f"checkpoint   {store.path(state.step)}\n"
+            f"metrics      {output / 'metrics.jsonl'}, {output / args.metrics_file}\n"
+            f"TensorBoard  tensorboard --logdir {output / 'tensorboard'}"
+        )
+        world.barrier()
+        if summary.average_throughput < 0.95 * args.expected_average_throughput:
+            raise TrnDistError(
+                f"{summary.average_throughput:,.1f} sequences/s on average, below 95 % of "
+                f"--expected_average_throughput {args.expected_average_throughput:,.1f}"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: train(parse_arguments())))

@@ -1,0 +1,99 @@
+import io
+import json
+
+import pytest
+import torch
+
+import trn_dist.xla as xla
+from trn_dist.training import report as report_module
+from trn_dist.training.report import RunLog, format_duration
+from trn_dist.training.step import StepResult
+
+
+class Memory:
+    def __init__(self):
+        self.steps, self.closed = [], False
+
+    def write(self, step, values):
+        self.steps.append((step, dict(values)))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 100.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(report_module, "time", clock)
+    return clock
+
+
+def run(clock, world, steps, *, start=0, seconds=0.5, **options):
+    """Steps of half a second after two of ten seconds that compile; losses fall by one a step."""
+    sink, stream = Memory(), io.StringIO()
+    log = RunLog(world, [sink], global_batch=8, start=start, stop=start + steps, stream=stream, **options)
+    for step in range(start, start + steps):
+        clock.now += 10.0 if step - start < 2 else seconds
+        loss = torch.full((), 9.0 - step, device=world.device)
+        log.record(step, StepResult(loss, loss * 0 + 2.5, 1e-3))
+    log.close()
+    return log, sink, stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu-xla"])
+def test_every_step_reaches_the_sinks_once_and_in_order(clock, device):
+    with xla.init(device) as world:
+        _, sink, _ = run(clock, world, 7, log_every=3)
+    assert [(step, values["loss"]) for step, values in sink.steps] == [(s, 9.0 - s) for s in range(7)]
+    assert sink.steps[0][1] == {"loss": 9.0, "learning_rate": 1e-3, "gradient_norm": 2.5}
+    assert sink.steps[6][1]["sequences_per_second"] == 16.0  # 8 sequences in half a second
+    assert sink.closed
+
+
+def test_progress_lines(clock):
+    with xla.init("cpu") as world:
+        _, _, lines = run(clock, world, 8, log_every=4, print_gradient_norm=True)
+    assert lines == [
+        "step 1/8  loss 9.0000  lr 1.000e-03  grad norm 2.500  compiling",
+        "step 4/8  loss 6.0000  lr 1.000e-03  grad norm 2.500  16.0 seq/s  ETA 0:02",
+        "step 8/8  loss 2.0000  lr 1.000e-03  grad norm 2.500  16.0 seq/s  ETA 0:00",
+    ]
+
+
+def test_summary(clock, tmp_path):
+    with xla.init("cpu") as world:
+        log, _, _ = run(clock, world, 30, start=100)
+        summary = log.summary(129)
+    assert (summary.first_step, summary.last_step) == (100, 129)
+    assert (summary.first_loss, summary.final_loss) == (-91.0, -120.0)
+    assert summary.sequences == 240
+    assert summary.seconds == pytest.approx(34.0)
+    assert summary.average_throughput == pytest.approx(16.0)
+    assert summary.peak_throughput == pytest.approx(16.0)
+    assert (summary.world_size, summary.device, summary.graphs_compiled) == (1, "cpu", 0)
+    summary.write(tmp_path / "out" / "results.json")
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["final_loss"] == -120.0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_summary_of_a_very_short_run(clock, steps):
+    with xla.init("cpu") as world:
+        log, _, _ = run(clock, world, steps)
+        summary = log.summary(steps - 1)
+    assert summary.first_loss == 9.0
+    assert summary.final_loss == 10.0 - steps
+    assert summary.average_throughput == (16.0 if steps == 3 else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3600 * 3 + 245, "3:04:05"), (86400 + 3600 * 3 + 245, "1d 03:04:05")],
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text

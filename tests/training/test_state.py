@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+import trn_dist.xla as xla
+from trn_dist.errors import CheckpointError
+from trn_dist.training import AdamW, CheckpointStore, TrainingState
+
+IDENTITY = {"global_batch": 64, "seed": 1}
+
+
+def make_state(world, *, identity=IDENTITY, width=4, master_weights=False):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width)).to(world.device)
+    return TrainingState(world, model, AdamW(model.named_parameters(), master_weights=master_weights), identity)
+
+
+def change(state):
+    gradients = {name: torch.ones_like(parameter) for name, parameter in state.optimizer.parameters.items()}
+    state.optimizer.step(gradients, 0.1)
+    state.step += 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu-xla"])
+def test_resumes_what_was_saved(tmp_path, device):
+    store = CheckpointStore(tmp_path)
+    with xla.init(device) as world:
+        state = make_state(world)
+        for _ in range(3):
+            change(state)
+        state.save(store)
+        saved = state.fingerprint()
+        other = make_state(world)
+        assert other.fingerprint() != saved
+        assert other.resume(store)
+        assert (other.step, other.optimizer.steps) == (3, 3)
+        assert other.fingerprint() == saved
+        for each in (state, other):
+            change(each)
+        assert other.fingerprint() == state.fingerprint()
+
+
+def test_nothing_to_resume(tmp_path):
+    with xla.init("cpu") as world:
+        state = make_state(world)
+        assert not state.resume(CheckpointStore(tmp_path / "none"))
+        assert state.step == 0
+
+
+def test_a_run_with_another_identity_is_refused(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with xla.init("cpu") as world:
+        make_state(world).save(store)
+        other = make_state(world, identity={**IDENTITY, "global_batch": 128})
+        with pytest.raises(CheckpointError, match="written with global_batch = 64, this run has 128"):
+            other.resume(store)
+
+
+def test_another_model_is_refused_and_the_weight_named(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with xla.init("cpu") as world:
+        make_state(world).save(store)
+        with pytest.raises(CheckpointError, match=r"weight 0\.weight has shape \(4, 3\), the model's \(5, 3\)"):
+            make_state(world, width=5).resume(store)
+
+
+def test_a_chosen_step(tmp_path):
+    store = CheckpointStore(tmp_path, keep=-1)
+    with xla.init("cpu") as world:
+        state = make_state(world)
+        for _ in range(3):
+            change(state)
+            state.save(store)
+        other = make_state(world)
+        other.resume(store, step=2)
+        assert other.step == 2
+        with pytest.raises(CheckpointError, match="step_00000009"):
+            other.resume(store, step=9)
+
+
+def test_weights_alone(tmp_path):
+    """Phase 2 takes phase 1's weights and starts the optimizer afresh."""
+    store = CheckpointStore(tmp_path)
+    with xla.init("cpu") as world:
+        state = make_state(world)
+        change(state)
+        state.save(store)
+        other = make_state(world, identity={"other": "run"}, master_weights=True)
+        other.load_weights(store)
+        assert other.fingerprint() == state.fingerprint()
+        assert (other.step, other.optimizer.steps) == (0, 0)
+        for name, master in other.optimizer.state["master"].items():
+            assert torch.equal(master, state.optimizer.parameters[name])
+        with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+            other.load_weights(CheckpointStore(tmp_path / "none"))
