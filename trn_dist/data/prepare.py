@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from trn_dist import __version__
 from trn_dist.data.instances import Corpus, InstanceConfig, instance_dtype, make_instances
+from trn_dist.data.output import staged
 from trn_dist.data.processes import Workers
 from trn_dist.data.sampler import IntArray, shuffled
-from trn_dist.data.shards import KEYS, MANIFEST_NAME, Manifest, ManifestShard, write_shard
+from trn_dist.data.shards import KEYS, Manifest, ManifestShard, write_shard
 from trn_dist.data.text import TextFormat, read_documents
 from trn_dist.data.vocabulary import Vocabulary
 from trn_dist.errors import ConfigError, DataError
@@ -111,13 +111,13 @@ def prepare(config: PrepareConfig, *, progress: bool = True) -> Manifest:
         The manifest that was written.
 
     Raises:
-        ConfigError: `config.out` holds something already, or overlaps an input.
+        ConfigError: `config.out` holds something already, overlaps an input or cannot be written.
         DataError: the text, the vocabulary or an input file is unusable, see `read_documents` and `Vocabulary.load`;
             there is only one document; or there are fewer instances than shards.
         TrnDistError: a worker process was killed.
     """
     processes = config.processes or len(os.sched_getaffinity(0))
-    with _staged(config) as (output, work), Workers(processes) as workers:
+    with staged(config.out, config.inputs, overwrite=config.overwrite) as (output, work), Workers(processes) as workers:
         return _Build(config, output, work, workers, progress).run()
 
 
@@ -291,40 +291,3 @@ def _write_shard(work: Path, output: Path, config: InstanceConfig, task: tuple[s
     write_shard(output / name, {key: instances[key] for key in KEYS})
     with (output / name).open("rb") as file:
         return ManifestShard(name, len(rows), hashlib.file_digest(file, "sha256").hexdigest())
-
-
-@contextmanager
-def _staged(config: PrepareConfig) -> Iterator[tuple[Path, Path]]:
-    """Gives an empty directory that becomes `config.out` at the end, and one for files in between."""
-    out = config.out.resolve()
-    _check_place(out, config)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as temporary:
-        output, work, previous = (Path(temporary) / name for name in ("output", "work", "previous"))
-        output.mkdir()
-        work.mkdir()
-        yield output, work
-        if out.exists():
-            out.replace(previous)
-        try:
-            output.replace(out)
-        except OSError:
-            if previous.exists():
-                previous.replace(out)
-            raise
-
-
-def _check_place(out: Path, config: PrepareConfig) -> None:
-    for path in config.inputs:
-        if out.is_relative_to(path.resolve()) or path.resolve().is_relative_to(out):
-            raise ConfigError(f"the output {out} and the input {path} overlap: choose another output directory")
-    if out.is_dir() and any(out.iterdir()):
-        if not config.overwrite:
-            raise ConfigError(f"the output {out} is not empty: choose another, or pass --overwrite to replace it")
-        if not (out / MANIFEST_NAME).exists():
-            raise ConfigError(
-                f"the output {out} has no {MANIFEST_NAME}, so it is no data set to overwrite: choose another, or "
-                "remove it yourself"
-            )
-    elif out.exists() and not out.is_dir():
-        raise ConfigError(f"the output {out} is a file: choose a directory")

@@ -27,16 +27,7 @@ class Workers:
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
-        self._pool = (
-            ProcessPoolExecutor(
-                processes,
-                # A forked child would inherit the locks of the tokenizer's threads, held or not.
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_start_worker,
-            )
-            if processes > 1
-            else None
-        )
+        self._pool = _start_pool(processes) if processes > 1 else None
 
     def __enter__(self) -> Workers:
         return self
@@ -75,6 +66,19 @@ class Workers:
             ) from error
 
 
+def _start_pool(processes: int) -> ProcessPoolExecutor:
+    # A forked child would inherit the locks of the tokenizer's threads, held or not.
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker)
+    # Children inherit the blocked signal: the parent alone answers to Ctrl-C. The pool starts its processes as tasks
+    # come in, so it gets one for each now, before other threads of this process could take the signal.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for _ in range(processes):
+            pool.submit(os.getpid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pool
+
+
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the workers
     os.environ["RAYON_NUM_THREADS"] = "1"  # of the tokenizer: the processes are the parallelism

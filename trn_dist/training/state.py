@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trn_dist.errors import CheckpointError
+from trn_dist.errors import CheckpointError, ConfigError
 from trn_dist.training.checkpoint import Checkpoint, CheckpointStore
 from trn_dist.training.optimizers import Optimizer
 from trn_dist.xla import World
@@ -68,8 +68,8 @@ class TrainingState:
             Whether there was a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or missing, belongs to a run with another identity, or this rank
-                does not see what rank 0 sees.
+            CheckpointError: the checkpoint is damaged or missing, or this rank does not see what rank 0 sees.
+            ConfigError: it belongs to a run with another identity.
         """
         # Rank 0 chooses, so that no two ranks resume from different steps.
         chosen: tuple[int | None, str] = (step, "")
@@ -116,7 +116,7 @@ class TrainingState:
         theirs = checkpoint.state["identity"]
         for name in sorted(self.identity.keys() | theirs.keys()):
             if self.identity.get(name) != theirs.get(name):
-                raise CheckpointError(
+                raise ConfigError(
                     f"the checkpoint of step {checkpoint.step} was written with {name} = {theirs.get(name)!r}, this "
                     f"run has {self.identity.get(name)!r}: the run would not go on as it was. Use the same setting, "
                     "or another output directory for a new run"
