@@ -98,15 +98,18 @@ def test_starting_in_the_middle_gives_the_same_steps():
 
 def test_an_error_while_reading_ahead_reaches_the_consumer():
     broken = loader([8, 8, 8, 8], BatchShape(8))
+    whole = broken.shards.read
 
     def read(shard):
-        raise DataError(f"shard {shard} is damaged")
+        if len(broken.shards.reads) == 2:  # the first window is two shards, and two steps
+            raise DataError(f"shard {shard} is damaged")
+        return whole(shard)
 
-    steps = broken.steps(0, 4)
-    assert len(next(steps)) == 1
     broken.shards.read = read
+    steps = broken.steps(0, 4)
+    assert [len(next(steps)), len(next(steps))] == [1, 1]
     with pytest.raises(DataError, match="is damaged"):
-        list(steps)
+        next(steps)
 
 
 def test_the_thread_ends_with_the_iterator():

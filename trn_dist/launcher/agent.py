@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from trn_dist.errors import MissingDependencyError, exit_code_of
+from trn_dist.launcher.macros import keep_dollars
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ) from error
     try:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // own.processes)))
-        torchrun([*_rendezvous(own), "--nproc_per_node", str(own.processes), *torchrun_arguments])
+        torchrun([*_rendezvous(own), "--nproc_per_node", str(own.processes), *map(keep_dollars, torchrun_arguments)])
     except ChildFailedError as error:
         print(error.format_msg(), file=sys.stderr, flush=True)  # type: ignore[no-untyped-call]
         code = error.get_first_failure()[1].exitcode

@@ -12,6 +12,7 @@ from pathlib import Path
 import torchx.specs as specs
 
 from trn_dist.errors import ConfigError
+from trn_dist.launcher.macros import keep_dollars
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A pair starts at the beginning or behind a comma or semicolon; anything else belongs to the value before it.
@@ -82,7 +83,7 @@ def parse_environment(text: str | Mapping[str, str] | None) -> dict[str, str]:
     # Quoted parts are blanked for the search, so that no pair starts inside them.
     blanked = _QUOTED.sub(lambda quoted: " " * len(quoted[0]), text)
     starts = list(_PAIR.finditer(blanked))
-    if not starts or starts[0].start() != 0:
+    if not starts or starts[0].start() != 0 or text[0] in ",;":
         raise ConfigError(f"the environment {text!r} is not of the form NAME=VALUE,NAME=VALUE")
     ends = [match.start() for match in starts[1:]] + [len(text)]
     return {
@@ -132,15 +133,6 @@ def role_name(script: str | None, module: str | None) -> str:
     """Returns the script's or module's own name, without what breaks the variables that schedulers derive from it."""
     stem = Path(script).stem if script else (module or "").rpartition(".")[2]
     return re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_").lower() or "worker"
-
-
-def keep_dollars(text: str) -> str:
-    """Protects text from torchx's macro substitution, but for the macros themselves (`${app_id}` and the like).
-
-    torchx reads each argument and variable as a `string.Template`: names that it does not know stay, `$$` shrinks to
-    `$`. Doubling the pairs keeps them.
-    """
-    return text.replace("$$", "$$$$")
 
 
 def make_environment(env: str | Mapping[str, str] | None, env_file: str | None, *, debug: bool) -> dict[str, str]:

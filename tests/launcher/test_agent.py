@@ -1,0 +1,75 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+WORKER = """
+import json, os, pathlib, sys
+out = pathlib.Path(sys.argv[1]) / (os.environ["RANK"] + ".json")
+names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR")
+out.write_text(json.dumps({"arguments": sys.argv[2:], **{name: os.environ[name] for name in names}}))
+"""
+
+
+@pytest.fixture
+def run_agent(tmp_path):
+    def run(program, *arguments, processes=1, options=("--rdzv_endpoint", "localhost:0"), env=None):
+        script = tmp_path / "worker.py"
+        script.write_text(program)
+        command = [sys.executable, "-m", "trn_dist.launcher.agent", "--processes", str(processes), *options]
+        command += ["--rdzv_backend", "c10d", "--nnodes", "1", str(script), *arguments]
+        clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**clean, "TMPDIR": str(tmp_path), **(env or {})}
+        )
+
+    return run
+
+
+def test_workers_and_their_arguments(run_agent, tmp_path):
+    arguments = ["--a", "b c", "", "$HOME", "$$", "*", "'\"", "--a", "ä\n"]
+    done = run_agent(WORKER, str(tmp_path), *arguments, processes=2)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["arguments"] == arguments
+        assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("2", "2")
+        assert int(found["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_the_users_number_of_threads_stands(run_agent, tmp_path):
+    run_agent(WORKER, str(tmp_path), env={"OMP_NUM_THREADS": "7"})
+    assert json.loads((tmp_path / "0.json").read_text())["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize("value", ["127.0.0.1", ""])
+def test_the_host_of_the_rendezvous_comes_from_the_schedulers_variable(run_agent, tmp_path, value):
+    options = ("--rank0_env", "FIRST_HOST", "--rdzv_port", "0")
+    done = run_agent(WORKER, str(tmp_path), options=options, env={"FIRST_HOST": value})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("sys.exit(78)", 78), ("sys.exit(3)", 3), ("1 / 0", 1), ("os.kill(os.getpid(), 9)", 137)]
+)
+def test_the_exit_code_is_that_of_the_worker_that_failed(run_agent, ending, code):
+    done = run_agent(f"import os, sys\n{ending}\n")
+    assert done.returncode == code
+    assert "Root Cause (first observed failure)" in done.stderr
+
+
+def test_a_python_without_torch_is_named(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    done = subprocess.run(
+        [sys.executable, "-m", "trn_dist.launcher.agent", "--processes", "1", "x.py"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 78
+    assert "has no torch to run the workers with: pip install 'trn-dist[xla]'" in done.stderr
