@@ -17,7 +17,7 @@ if find_spec("torch_xla"):
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     import torch_xla
 
-    del torch_xla
+    torch_xla.device()
 
 WORKERS = Path(__file__).parent / "workers"
 

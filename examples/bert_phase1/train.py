@@ -55,9 +55,11 @@ def resume(args, state, store):
 
 def train(args):
     precision = choose_precision(args)
-    os.environ.update(precision.neuron_environment(os.environ))
     output = Path(args.output_dir).expanduser()
-    with xla.init(args.device) as world:
+    device = xla.resolve_device(args.device)
+    if device == "neuron":
+        os.environ.update(precision.neuron_environment(os.environ))
+    with xla.init(device) as world:
         shards = open_shards(args)
         changes = {"dropout": 0.0, "attention_dropout": 0.0} if args.disable_dropout else {}
         if shards.vocab_size:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from trn_dist.data.prepare import PrepareConfig, prepare
 
 TRAIN = Path(__file__).parents[2] / "examples" / "bert_phase1" / "train.py"
 
-SMALL = ["--device", "cpu-xla", "--debug", "--batch_size", "4", "--grad_accum_usteps", "2", "--max_pred_len", "5"]
+SMALL = ["--debug", "--batch_size", "4", "--grad_accum_usteps", "2", "--max_pred_len", "5"]
 SMALL += ["--lr", "1e-3", "--warmup_steps", "5", "--max_steps", "40", "--log_every", "5"]
 
 
@@ -65,12 +66,18 @@ def training_command(data_dir: Path, tmp_path: Path) -> Callable[..., list[str]]
     """Returns the command that trains into tmp_path/NAME; later flags win over earlier ones."""
 
     def command(
-        name: str, *flags: object, size: int = 2, precision: str = "--enable_fp32", script: Path = TRAIN
+        name: str,
+        *flags: object,
+        size: int = 2,
+        device: str = "cpu",
+        precision: str = "--enable_fp32",
+        script: Path = TRAIN,
     ) -> list[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(size)]
         launcher += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-        arguments = ["--data_dir", data_dir, "--output_dir", tmp_path / name, *SMALL, precision, *flags]
-        return [*launcher, str(script), *(str(argument) for argument in arguments if argument)]
+        arguments = ["--data_dir", data_dir, "--output_dir", tmp_path / name, "--device", device]
+        arguments += [*SMALL, precision, *flags]
+        return [*launcher, str(script), *(str(argument) for argument in arguments if argument != "")]
 
     return command
 
@@ -91,3 +98,16 @@ def run_training(training_command: Callable[..., list[str]], tmp_path: Path) -> 
         return TrainingRun(done.returncode, done.stdout, tmp_path / name)
 
     return run
+
+
+@pytest.fixture
+def train_here(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Trains in this process, into tmp_path/here, on the CPU without XLA: for what goes wrong before the first step."""
+    monkeypatch.syspath_prepend(TRAIN.parent)
+
+    def train(*flags: object) -> None:
+        script = runpy.run_path(str(TRAIN))
+        arguments = ["--data_dir", data_dir, "--output_dir", tmp_path / "here", "--device", "cpu", *SMALL, *flags]
+        script["train"](script["parse_arguments"]([str(argument) for argument in arguments]))
+
+    return train

@@ -11,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trn_dist.data.shards import KEYS, ShardSet, write_shard
+from trn_dist.errors import CheckpointError, ConfigError
 
 DISAGREE = Path(__file__).parents[1] / "workers" / "disagree.py"
 
@@ -20,9 +21,9 @@ DISAGREE = Path(__file__).parents[1] / "workers" / "disagree.py"
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(run_training, precision):
     """Dropout and stochastic rounding included, and one resume in the middle of an epoch."""
     flags = ["--steps_per_ckpt", 4]
-    whole = run_training("whole", *flags, "--steps_this_run", 16, precision=precision)
-    first = run_training("parts", *flags, "--steps_this_run", 7, precision=precision)
-    second = run_training("parts", *flags, "--steps_this_run", 9, precision=precision)
+    whole = run_training("whole", *flags, "--steps_this_run", 16, precision=precision, device="cpu-xla")
+    first = run_training("parts", *flags, "--steps_this_run", 7, precision=precision, device="cpu-xla")
+    second = run_training("parts", *flags, "--steps_this_run", 9, precision=precision, device="cpu-xla")
     assert [run.returncode for run in (whole, first, second)] == [0, 0, 0], second.output
     assert "starting from new weights" in first.output
     assert re.search(r"resumed from .*step_00000007 after step 7", second.output)
@@ -57,8 +58,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(run_training, training_
 @pytest.mark.slow
 def test_two_workers_are_one_worker_with_twice_the_batch(run_training):
     flags = ["--disable_dropout", "--steps_this_run", 20, "--grad_accum_usteps", 1]
-    two = run_training("two", *flags, "--batch_size", 4)
-    one = run_training("one", *flags, "--batch_size", 8, size=1)
+    two = run_training("two", *flags, "--batch_size", 4, device="cpu-xla")
+    one = run_training("one", *flags, "--batch_size", 8, size=1, device="cpu-xla")
     assert [two.returncode, one.returncode] == [0, 0], two.output + one.output
     assert len(one.losses) == 20
     for (_, a), (_, b) in zip(one.losses, two.losses, strict=True):
@@ -93,8 +94,7 @@ def test_what_a_run_leaves(finished):
     assert results["first_loss"] == finished.losses[0][1]
     assert results["final_loss"] == finished.losses[2][1]
     assert results["sequences"] == 48
-    assert (results["world_size"], results["device"]) == (2, "cpu-xla")
-    assert results["graphs_compiled"] <= 3
+    assert (results["world_size"], results["device"]) == (2, "cpu")
     events = EventAccumulator(str(finished.directory / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars("loss")] == pytest.approx([loss for _, loss in finished.losses])
     state = json.loads((finished.directory / "checkpoints/step_00000003/state.json").read_text())
@@ -117,46 +117,61 @@ def test_what_a_resume_refuses(run_training, finished):
 
 @pytest.mark.slow
 def test_a_run_that_is_over_says_so(run_training, finished):
-    again = run_training("run", "--max_steps", 6, "--steps_this_run", 0)
+    again = run_training("run", "--steps_this_run", 0)
     assert again.returncode == 0
     assert "nothing to do: the run is at step 3 and ends at step 3" in again.output
 
 
 @pytest.mark.slow
 def test_phase_2_takes_the_weights_alone(run_training, finished):
-    second = run_training("phase2", "--phase2", "--resume_ckpt_path", finished.directory / "checkpoints", "--seed", 5)
+    """The first step has a learning rate of 0, so after it the weights are still those of phase 1."""
+    flags = ["--phase2", "--resume_ckpt_path", finished.directory / "checkpoints", "--seed", 5, "--batch_size", 8]
+    second = run_training("phase2", *flags, "--steps_this_run", 1)
     assert second.returncode == 0, second.output
-    assert second.losses[0][0] == 0
-    assert second.losses[0][1] < finished.losses[0][1]
+    model = "model.safetensors"
+    assert second.checkpoint_hashes(1)[model] == finished.checkpoint_hashes(3)[model]
+    state = json.loads((second.directory / "checkpoints/step_00000001/state.json").read_text())
+    assert (state["step"], state["optimizer_steps"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seq_len", 128], r"--seq_len 128 was asked for, but the shards in .* have 32"),
+        (["--max_pred_len", 20], r"--max_pred_len 20 was asked for, but the shards in .* have 5"),
+        (["--batch_size", 100_000], r"has [\d,]+ samples, fewer than one global batch of 200,000"),
+        (["--data_dir", "/nowhere"], "/nowhere"),
+        (["--enable_pt_autocast", "--enable_fp32"], "contradict each other"),
+        (["--device", "neuron"], "this host has no Neuron device"),
+        (["--warmup_steps", 50], r"the warm-up \(50 steps\) must end before the schedule does \(40 steps\)"),
+    ],
+)
+def test_bad_settings(train_here, tmp_path, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        train_here(*flags)
+    assert not (tmp_path / "here").exists(), "nothing is half-written"
+
+
+@pytest.mark.parametrize("flags", [["--resume_ckpt"], ["--resume_ckpt_path", "/nowhere"]])
+def test_nothing_to_resume_from(train_here, flags):
+    with pytest.raises(CheckpointError, match="there is no checkpoint to resume from in /"):
+        train_here(*flags)
+
+
+@pytest.mark.slow
+def test_an_error_is_a_message_and_an_exit_code(run_training):
+    run = run_training("refused", "--seq_len", 128, size=1)
+    assert "error: --seq_len 128 was asked for, but the shards in" in run.output
+    assert "exitcode  : 78" in run.output
+    assert not re.search(r'File ".*train\.py"', run.output), "a message, not a traceback"
 
 
 def refuse(run_training, *flags, **options):
     run = run_training("refused", *flags, **options)
     assert run.returncode != 0
     assert "exitcode  : 78" in run.output
-    assert "Traceback (most recent call last)" not in run.output
     assert not run.directory.exists(), "nothing is half-written"
     return run.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--seq_len", 128], r"--seq_len 128 was asked for, but the shards in .* have 32"),
-        (["--max_pred_len", 20], r"--max_pred_len 20 was asked for, but the shards in .* have 5"),
-        (["--batch_size", 100_000], r"has [\d,]+ samples, fewer than one global batch of 400,000"),
-        (["--data_dir", "/nowhere"], r"/nowhere"),
-        (["--enable_pt_autocast"], "contradict each other"),
-        (["--model", "bsae", "--debug"], ""),
-        (["--device", "neuron"], "this host has no Neuron device"),
-        (["--resume_ckpt_path", "/nowhere"], "there is no checkpoint to resume from in /nowhere"),
-        (["--warmup_steps", 50], r"the warm-up \(50 steps\) must end before the schedule does \(40 steps\)"),
-    ],
-)
-def test_bad_settings(run_training, flags, message):
-    if message:
-        assert re.search(message, refuse(run_training, *flags, size=1))
 
 
 @pytest.mark.slow

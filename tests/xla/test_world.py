@@ -106,17 +106,17 @@ def test_neuron_without_a_device_is_refused():
 
 def test_auto_takes_neuron_where_there_is_one(tmp_path):
     (tmp_path / "neuron0").touch()
-    assert world_module._choose_device("auto", {}, tmp_path) == "neuron"
+    assert xla.resolve_device("auto", environment={}, dev=tmp_path) == "neuron"
 
 
 @pytest.mark.parametrize("environment", [{"NEURON_RT_EXEC_TIMEOUT": "600"}, {"PJRT_DEVICE": "NEURON"}])
 def test_auto_does_not_fall_back_from_neuron_to_the_cpu(environment, tmp_path):
     with pytest.raises(ConfigError, match="set up for Neuron .* but this host has no Neuron device"):
-        world_module._choose_device("auto", environment, tmp_path)
+        xla.resolve_device("auto", environment=environment, dev=tmp_path)
 
 
 def test_auto_without_any_sign_of_neuron(tmp_path):
-    assert world_module._choose_device("auto", {}, tmp_path) == "cpu-xla"
+    assert xla.resolve_device("auto", environment={}, dev=tmp_path) == "cpu-xla"
 
 
 def test_another_pjrt_device_is_refused(monkeypatch):
@@ -137,11 +137,11 @@ def test_a_missing_package_names_the_extra(monkeypatch, kind, absent, extra):
         world_module._require_torch_xla(kind)
 
 
-def test_autograd_before_torch_xla_is_named():
+def test_autograd_before_the_device_is_named():
     program = "import torch, trn_dist.xla as x; torch.ones(1, requires_grad=True).sum().backward(); x.init('cpu-xla')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode != 0
-    assert "ran a backward pass before torch_xla was imported" in done.stderr
+    assert "ran a backward pass before it opened its XLA device" in done.stderr
 
 
 def test_native_backend_does_not_import_torch_xla():

@@ -5,6 +5,6 @@ native backend works without it.
 """
 
 from trn_dist.xla.gradients import GradientBuckets
-from trn_dist.xla.world import DEVICES, World, init
+from trn_dist.xla.world import DEVICES, World, init, resolve_device
 
-__all__ = ["DEVICES", "GradientBuckets", "World", "init"]
+__all__ = ["DEVICES", "GradientBuckets", "World", "init", "resolve_device"]

@@ -36,7 +36,7 @@ class XlaWorld(World):
         self._try_autograd()
 
     def _try_autograd(self) -> None:
-        """Records a backward pass on the device (nothing is compiled), which a late import of torch_xla breaks."""
+        """Records a backward pass on the device; nothing is compiled. It fails where the device was opened too late."""
         probe = torch.ones(1, device=self.device, requires_grad=True)
         try:
             (probe * 2).sum().backward()  # type: ignore[no-untyped-call]
@@ -44,8 +44,8 @@ class XlaWorld(World):
             if "device_ready_queues_" not in str(error):
                 raise
             raise ConfigError(
-                "this process ran a backward pass before torch_xla was imported, and PyTorch counts its devices only "
-                "once, at the first one: call trn_dist.xla.init() (or import torch_xla) before any backward pass"
+                "this process ran a backward pass before it opened its XLA device, and PyTorch counts the devices only "
+                "once, at the first backward pass: call trn_dist.xla.init() before any"
             ) from error
 
     def sync(self, *, wait: bool = False) -> None:

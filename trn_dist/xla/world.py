@@ -205,7 +205,7 @@ def init(device: str = "auto", *, timeout: timedelta = timedelta(minutes=30)) ->
         MissingDependencyError: the packages of the device are not installed.
         WorldError: the self-check found ranks that are not joined.
     """
-    kind = _choose_device(device)
+    kind = resolve_device(device)
     place = Place.from_environment()
     world: World
     if kind == "cpu":
@@ -234,8 +234,18 @@ def reduce_on_host(tensors: Sequence[torch.Tensor], op: ReduceOp, size: int, gro
             tensor.div_(size)
 
 
-def _choose_device(device: str, environment: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> str:
-    """Turns `auto` into a device, and refuses a request that this host or environment contradicts."""
+def resolve_device(device: str, *, environment: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> str:
+    """Returns the device that `init` would open: `neuron`, `cpu-xla` or `cpu`. Opens nothing.
+
+    Args:
+        device: as for `init`.
+        environment: of this process.
+        dev: folder of the device files.
+
+    Raises:
+        ConfigError: an unknown device, a Neuron device that was asked for and is not there, or an environment that is
+            set up for Neuron on a host without it.
+    """
     if device not in DEVICES:
         raise ConfigError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
     has_neuron = any(dev.glob("neuron[0-9]*"))
