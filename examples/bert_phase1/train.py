@@ -81,7 +81,7 @@ def train(args):
             return losses.masked_lm_sum / batch[PREDICTIONS_PER_BATCH] + losses.next_sentence_sum / args.batch_size
 
         shape = BatchShape(args.batch_size, args.grad_accum_usteps, world.rank, world.size)
-        loader = BatchLoader(shards, shape, seed=args.seed)
+        loader = BatchLoader(shards, shape, seed=args.seed, vocab_size=config.vocab_size)
         identity = {
             "model": str(config),
             "optimizer": args.optimizer,
@@ -106,33 +106,16 @@ def train(args):
             return world.print(f"nothing to do: the run is at step {start} and ends at step {stop}")
 
         schedule = linear_warmup_linear_decay(args.lr, args.warmup_steps, args.max_steps)
+        accumulation = args.grad_accum_usteps
         train_step = TrainStep(
-            world,
-            loss,
-            optimizer,
-            schedule,
-            accumulation=args.grad_accum_usteps,
-            precision=precision,
-            seed=args.seed,
+            world, loss, optimizer, schedule, accumulation=accumulation, precision=precision, seed=args.seed
         )
-        log = RunLog.in_directory(
-            output,
-            world,
-            global_batch=shape.global_batch,
-            start=start,
-            stop=stop,
-            log_every=args.log_every,
-            print_gradient_norm=args.print_grad_norm,
-        )
-        with log:
-            fit(
-                train_step,
-                state,
-                loader.steps(start, stop),
-                log,
-                save=lambda: state.save(store),
-                save_every=args.steps_per_ckpt,
-            )
+        options = {"log_every": args.log_every, "print_gradient_norm": args.print_grad_norm}
+        with RunLog.in_directory(
+            output, world, global_batch=shape.global_batch, start=start, stop=stop, **options
+        ) as log:
+            batches, save = loader.steps(start, stop), lambda: state.save(store)
+            fit(train_step, state, batches, log, save=save, save_every=args.steps_per_ckpt)
         summary = log.summary(state.step - 1)
         if world.rank == 0:
             summary.write(output / args.metrics_file)
@@ -140,7 +123,7 @@ def train(args):
             f"{summary}\n"
             f"checkpoint   {store.path(state.step)}\n"
             f"metrics      {output / 'metrics.jsonl'}, {output / args.metrics_file}\n"
-            f"TensorBoard  tensorboard --logdir {output / 'tensorboard'}"
+            f"TensorBoard  {sys.executable} -m tensorboard.main --logdir {output / 'tensorboard'}"
         )
         world.barrier()
         if summary.average_throughput < 0.95 * args.expected_average_throughput:

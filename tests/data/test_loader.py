@@ -27,7 +27,9 @@ class FakeShards:
         masked = np.zeros((len(samples), 3), dtype=np.int32)
         for row, sample in enumerate(samples):
             masked[row, : self.predictions(sample)] = 7
-        return {"input_ids": samples[:, None].repeat(2, axis=1), "masked_lm_ids": masked}
+        positions = np.zeros_like(masked)
+        tokens = samples[:, None].repeat(2, axis=1)
+        return {"input_ids": tokens, "masked_lm_ids": masked, "masked_lm_positions": positions}
 
 
 def ids(batch):
@@ -121,6 +123,32 @@ def test_the_thread_ends_with_the_iterator():
     assert reading()
     steps.close()
     assert not reading()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("input_ids", 100, r"shard [01] .* has input_ids from \d+ to 100, but the model takes 0 to 99"),
+        ("masked_lm_ids", 100, "has masked_lm_ids from 0 to 100, but the model takes 0 to 99"),
+        ("masked_lm_positions", 2, "has masked_lm_positions from 0 to 2, but the model takes 0 to 1"),
+        ("masked_lm_positions", -1, "has masked_lm_positions from -1 to 0"),
+    ],
+)
+def test_what_the_model_cannot_look_up_is_refused(key, value, message):
+    """XLA clamps an index that is out of range, so nothing else would tell."""
+    batches = loader([8, 8], BatchShape(4), vocab_size=100)
+    batches.step(0)
+    broken = loader([8, 8], BatchShape(4), vocab_size=100)
+    whole = broken.shards.read
+
+    def read(shard):
+        content = whole(shard)
+        content[key][3, 1] = value
+        return content
+
+    broken.shards.read = read
+    with pytest.raises(DataError, match=message):
+        broken.step(0)
 
 
 def test_fewer_samples_than_a_global_batch():

@@ -89,7 +89,7 @@ def test_what_a_run_leaves(finished):
     assert "BERT debug, " in finished.output
     assert "2 workers, global batch 16, " in finished.output
     assert re.search(r"step 3/3  loss \d+\.\d{4}  lr 4\.000e-04", finished.output)
-    assert f"tensorboard --logdir {finished.directory / 'tensorboard'}" in finished.output
+    assert f"-m tensorboard.main --logdir {finished.directory / 'tensorboard'}" in finished.output
     results = finished.results
     assert results["first_loss"] == finished.losses[0][1]
     assert results["final_loss"] == finished.losses[2][1]

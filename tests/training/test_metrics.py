@@ -20,6 +20,13 @@ def test_json_lines(tmp_path):
     assert lines(path) == [{"step": 0, "loss": 9.5}, {"step": 1, "loss": 9.25}]
 
 
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.write(0, {"a": float("nan"), "b": float("inf"), "c": 1.0})
+    sink.close()
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "a": None, "b": None, "c": 1.0}]
+
+
 @pytest.mark.parametrize("tail", ["", '{"step": 5, "lo', "\n"])
 def test_a_resumed_run_writes_each_step_once(tmp_path, tail):
     """The run before went on to step 4 after its last checkpoint, of step 3, and died in the middle of a line."""

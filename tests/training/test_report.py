@@ -60,7 +60,7 @@ def test_progress_lines(clock):
     with xla.init("cpu") as world:
         _, _, lines = run(clock, world, 8, log_every=4, print_gradient_norm=True)
     assert lines == [
-        "step 1/8  loss 9.0000  lr 1.000e-03  grad norm 2.500  compiling",
+        "step 1/8  loss 9.0000  lr 1.000e-03  grad norm 2.500",
         "step 4/8  loss 6.0000  lr 1.000e-03  grad norm 2.500  16.0 seq/s  ETA 0:02",
         "step 8/8  loss 2.0000  lr 1.000e-03  grad norm 2.500  16.0 seq/s  ETA 0:00",
     ]

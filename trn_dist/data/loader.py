@@ -99,20 +99,25 @@ class BatchLoader:
         shards: the data set.
         shape: how a global batch is cut, and which part is this worker's.
         seed: of the shuffles.
+        vocab_size: of the model; every token must be below it. On an XLA device an embedding would silently take the
+            last row for a token beyond it.
         window_shards: see `SampleOrder`.
 
     Raises:
-        DataError: the data set has fewer samples than one global batch.
+        DataError: the data set has fewer samples than one global batch; from the methods: a shard is damaged, or holds
+            a token or a position that cannot be.
     """
 
-    def __init__(self, shards: Shards, shape: BatchShape, *, seed: int, window_shards: int = 8) -> None:
+    def __init__(
+        self, shards: Shards, shape: BatchShape, *, seed: int, vocab_size: int | None = None, window_shards: int = 8
+    ) -> None:
         if shards.num_samples < shape.global_batch:
             raise DataError(
                 f"the data set has {shards.num_samples:,} samples, fewer than one global batch of "
                 f"{shape.global_batch:,} ({shape.world_size} workers x {shape.accumulation} micro-batches x "
                 f"{shape.batch_size}): lower batch_size or grad_accum_usteps, or prepare more data"
             )
-        self.shards, self.shape = shards, shape
+        self.shards, self.shape, self.vocab_size = shards, shape, vocab_size
         self.order = SampleOrder(shards.sizes, seed=seed, window_shards=window_shards)
         self._window: _LoadedWindow | None = None
 
@@ -203,6 +208,7 @@ class BatchLoader:
         first = 0
         for shard in window.shards:
             content = self.shards.read(shard)
+            self._check_ranges(shard, content)
             size = int(self.order.sizes[shard])
             counts[first : first + size] = np.count_nonzero(content["masked_lm_ids"], axis=1)
             here = (my_rows >= first) & (my_rows < first + size)
@@ -212,3 +218,14 @@ class BatchLoader:
             first += size
         predictions = np.concatenate([[0], np.cumsum(counts[window.order])])
         return _LoadedWindow(window.start, window.stop, positions[mine], columns, predictions)
+
+    def _check_ranges(self, shard: int, content: Mapping[str, npt.NDArray[np.integer[Any]]]) -> None:
+        seq_len = content["input_ids"].shape[1]
+        limits = {"input_ids": self.vocab_size, "masked_lm_ids": self.vocab_size, "masked_lm_positions": seq_len}
+        for key, limit in limits.items():
+            low, high = int(content[key].min()), int(content[key].max())
+            if low < 0 or (limit is not None and high >= limit):
+                raise DataError(
+                    f"shard {shard} (in the order of their names) has {key} from {low} to {high}, but the model takes "
+                    f"0 to {(limit or 0) - 1}: it was made with another vocabulary or sequence length, or is damaged"
+                )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Writes one JSON object a step: `{"step": 3, "loss": 9.1, ...}`; NaN and infinities as Python's json writes them.
+    """Writes one JSON object a step: `{"step": 3, "loss": 9.1, ...}`; NaN and infinities, which JSON lacks, as null.
 
     Args:
         path: of the file; its folder is made.
@@ -37,7 +38,8 @@ class JsonLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """See `Sink.write`."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """See `Sink.close`."""

@@ -147,6 +147,8 @@ class RunLog:
             self.flush()
 
     def __enter__(self) -> Self:
+        if self.world.rank == 0 and self.world.device.type == "xla":
+            print("compiling the graphs of the first step", file=self.stream, flush=True)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -213,8 +215,6 @@ class RunLog:
         if throughput:
             remaining = (self.stop - step - 1) * self.global_batch / throughput
             parts += [f"{throughput:,.1f} seq/s", f"ETA {format_duration(remaining)}"]
-        else:
-            parts.append("compiling")
         print("  ".join(parts), file=self.stream, flush=True)
 
 
