@@ -99,9 +99,16 @@ def test_reduction_over_one_process_changes_nothing_and_takes_the_loss_along():
     with xla.init("cpu-xla") as world:
         parameters = [("w", torch.nn.Parameter(torch.ones(3, device=world.device)))]
         parameters[0][1].grad = torch.arange(3.0, device=world.device)
-        loss = torch.full((), 2.5, device=world.device)
-        buckets = GradientBuckets(parameters)
-        buckets.collect()
-        buckets.all_reduce(world, loss)
-        views = world.host_views([buckets.gradients()["w"], loss])
-        assert [view.tolist() for view in views] == [[0.0, 1.0, 2.0], 2.5]
+        buckets = GradientBuckets(parameters, num_scalars=2)
+        buckets.collect(torch.full((), 2.5, device=world.device), torch.ones(1, device=world.device))
+        buckets.collect(torch.full((), 0.25, device=world.device), torch.ones(1, device=world.device))
+        loss, count = buckets.all_reduce(world)
+        norm = buckets.clip(1.0)
+        views = world.host_views([loss, count, norm])
+        assert [view.tolist() for view in views] == [2.75, 2.0, pytest.approx(5**0.5)]  # of the gradients alone
+        assert world.host_views([buckets.gradients()["w"]])[0].tolist() == pytest.approx([0.0, 5**-0.5, 2 * 5**-0.5])
+
+
+def test_the_number_of_scalars_is_fixed():
+    with pytest.raises(ValueError, match="1 scalars travel with the gradients, not 0"):
+        GradientBuckets(make_parameters([(2,)]), num_scalars=1).collect()

@@ -69,7 +69,7 @@ class TrainStep:
         self.world, self.loss, self.optimizer, self.schedule = world, loss, optimizer, schedule
         self.accumulation, self.max_gradient_norm = accumulation, max_gradient_norm
         self.precision, self.seed = precision, seed
-        self.buckets = GradientBuckets(optimizer.parameters.items(), bucket_mb=bucket_mb)
+        self.buckets = GradientBuckets(optimizer.parameters.items(), bucket_mb=bucket_mb, num_scalars=1)
         self._start_over()
         world.sync()
 
@@ -83,8 +83,7 @@ class TrainStep:
         if len(micro_batches) != self.accumulation:
             raise ValueError(f"a step takes {self.accumulation} micro-batches, not {len(micro_batches)}")
         self._accumulate(step, micro_batches)
-        loss = self._loss
-        self.buckets.all_reduce(self.world, loss)
+        (loss,) = self.buckets.all_reduce(self.world)
         norm = self.buckets.clip(self.max_gradient_norm)
         learning_rate = self.schedule(step)
         # The same on every rank: the ranks must round the same weights the same way.
@@ -100,17 +99,15 @@ class TrainStep:
             self.buckets.zero()
         else:
             self.buckets.clear()
-        self._loss = torch.zeros((), device=self.world.device)
 
     def _accumulate(self, step: int, micro_batches: Sequence[Batch]) -> None:
-        """Adds up the gradients and the loss of this rank's micro-batches."""
+        """Adds up the gradients and the loss of this rank's micro-batches in the buckets."""
         for index, batch in enumerate(micro_batches):
             self.world.seed(derive_seed(self.seed, "micro-batch", step, index, self.world.rank))
             on_device = {name: tensor.to(self.world.device) for name, tensor in batch.items()}
             with self.precision.autocast(self.world.device):
                 share = self.loss(on_device) / self.accumulation
             share.backward()  # type: ignore[no-untyped-call]
-            self.buckets.collect()
-            self._loss = self._loss + share.detach().float()
+            self.buckets.collect(share)
             if self.accumulation > 1:
                 self.world.sync()

@@ -28,12 +28,14 @@ class GradientBuckets:
     on CPU XLA that halves the time of a reduction already at sixteen small tensors.
 
     Per step: for each micro-batch `loss.backward()` then `collect()`; `all_reduce(world)` once; `clip(max_norm)`;
-    `gradients()` for the optimizer; `clear()`.
+    `gradients()` for the optimizer; `clear()`. Scalars such as the loss can travel at the end of the last bucket, where
+    they are added up and reduced at no cost of their own.
 
     Args:
         named_parameters: names and parameters, as `model.named_parameters()` gives them; frozen ones are left out.
         bucket_mb: capacity of a bucket in MiB; a larger parameter gets a bucket of its own.
         dtype: dtype in which gradients are accumulated and reduced.
+        num_scalars: how many scalars travel along.
 
     Raises:
         ConfigError: no parameter wants a gradient.
@@ -45,11 +47,12 @@ class GradientBuckets:
         *,
         bucket_mb: float = 50.0,
         dtype: torch.dtype = torch.float32,
+        num_scalars: int = 0,
     ) -> None:
         trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
         if not trainable:
             raise ConfigError("the model has no parameter that requires a gradient")
-        self.dtype = dtype
+        self.dtype, self.num_scalars = dtype, num_scalars
         self._layout: list[list[_Slot]] = []
         capacity = bucket_mb * 2**20 / dtype.itemsize
         fill = 0
@@ -61,32 +64,44 @@ class GradientBuckets:
             fill += parameter.numel()
         self.buckets: list[torch.Tensor] = []
 
-    def collect(self) -> None:
+    def collect(self, *scalars: torch.Tensor) -> None:
         """Moves the parameters' `.grad` into the buckets, adding to what they hold.
 
         A parameter without a gradient counts as zeros, so that every rank reduces the same shapes.
+
+        Args:
+            *scalars: `num_scalars` tensors of one element, added up like the gradients.
         """
-        fresh = [
-            torch.cat([_flat_gradient(slot.parameter, self.dtype) for slot in bucket_layout])
-            for bucket_layout in self._layout
-        ]
+        if len(scalars) != self.num_scalars:
+            raise ValueError(f"{self.num_scalars} scalars travel with the gradients, not {len(scalars)}")
+        pieces = [[_flat_gradient(slot.parameter, self.dtype) for slot in layout] for layout in self._layout]
+        pieces[-1] += [scalar.detach().reshape(1).to(self.dtype) for scalar in scalars]
+        fresh = [torch.cat(bucket) for bucket in pieces]
         self.buckets = [old + new for old, new in zip(self.buckets, fresh, strict=True)] if self.buckets else fresh
 
     def zero(self) -> None:
         """Fills the buckets with zeros; executed before a step, they give its first micro-batch the others' graph."""
         device = self._layout[0][0].parameter.device
-        self.buckets = [
-            torch.zeros(sum(slot.parameter.numel() for slot in bucket_layout), dtype=self.dtype, device=device)
-            for bucket_layout in self._layout
-        ]
+        sizes = [sum(slot.parameter.numel() for slot in layout) for layout in self._layout]
+        sizes[-1] += self.num_scalars
+        self.buckets = [torch.zeros(size, dtype=self.dtype, device=device) for size in sizes]
 
     def clear(self) -> None:
         """Forgets the gradients."""
         self.buckets = []
 
-    def all_reduce(self, world: World, *also: torch.Tensor) -> None:
-        """Replaces the buckets, and the tensors in `also` (such as the loss), by their mean over the world."""
-        world.all_reduce_([*self.buckets, *also], op="mean")
+    def all_reduce(self, world: World) -> list[torch.Tensor]:
+        """Replaces the buckets by their mean over the world, and takes the scalars out of them.
+
+        Returns:
+            The means of the scalars: tensors of no dimensions, on the device.
+        """
+        world.all_reduce_(self.buckets, op="mean")
+        if not self.num_scalars:
+            return []
+        last = self.buckets[-1]
+        self.buckets[-1] = last[: -self.num_scalars]
+        return list(last[-self.num_scalars :].unbind())
 
     def clip(self, max_norm: float | None) -> torch.Tensor:
         """Scales all gradients so that their global L2 norm is at most `max_norm`.

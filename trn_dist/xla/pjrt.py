@@ -103,9 +103,11 @@ class NeuronWorld(XlaWorld):
             )
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor], op: ReduceOp = "mean") -> None:
-        """See `World.all_reduce_`. Adds the collective to the graph; nothing is executed here."""
+        """See `World.all_reduce_`. Adds a collective a tensor to the graph; nothing is executed here."""
         scale = 1.0 / self.size if op == "mean" else 1.0
-        xm.all_reduce(xm.REDUCE_SUM, list(tensors), scale=scale)
+        for tensor in tensors:
+            # One each, so that the first can run while what the next depends on is still being computed.
+            xm.all_reduce(xm.REDUCE_SUM, [tensor], scale=scale, groups=[list(range(self.size))])
 
     def host_views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `World.host_views`. The device's memory is its own, so these are copies."""
