@@ -161,6 +161,33 @@ def test_stochastic_rounding_keeps_what_bf16_holds():
     assert torch.equal(round_stochastically(values).float(), values)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu-xla"])
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"stochastic_rounding": True}], ids=str)
+def test_a_step_that_is_not_applied_leaves_no_trace(device, options):
+    """Weights, moments, master weights and bias corrections go on as if the bad step had never been."""
+    dtype = torch.bfloat16 if options else torch.float32
+    with xla.init(device) as world:
+        results = []
+        for steps in ([0, 1, 2], [0, "bad", 1, "bad", 2]):
+            parameters = make_parameters(dtype, device=world.device)
+            optimizer = AdamW(parameters.items(), **options)
+            for step in steps:
+                gradients = make_gradients(0 if step == "bad" else step)
+                if step == "bad":
+                    gradients["weight"][0, 0] = float("nan")
+                else:
+                    world.seed(step)
+                norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().to(world.device)
+                gradients = {name: gradient.to(world.device) for name, gradient in gradients.items()}
+                optimizer.step(gradients, 1e-2, apply=torch.isfinite(norm))
+                world.sync()
+            tensors = [*parameters.values(), *optimizer.state_tensors().values()]
+            results.append([view.clone() for view in world.host_views(tensors)])
+    assert optimizer.steps == 5
+    for clean, disturbed in zip(*results, strict=True):
+        assert torch.equal(clean, disturbed)
+
+
 def test_state_survives_saving_and_loading():
     first, second = make_parameters(), make_parameters()
     one = AdamW(first.items())
@@ -179,7 +206,7 @@ def test_state_survives_saving_and_loading():
 def test_state_of_another_optimizer_is_refused():
     optimizer = AdamW(make_parameters().items())
     master = AdamW(make_parameters().items(), master_weights=True)
-    with pytest.raises(CheckpointError, match=r"has 12 tensors and this optimizer 8; they differ in master\.bias"):
+    with pytest.raises(CheckpointError, match=r"has 13 tensors and this optimizer 9; they differ in master\.bias"):
         optimizer.load_state(master.state_tensors(), 1)
 
 

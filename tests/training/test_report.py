@@ -34,14 +34,15 @@ def clock(monkeypatch):
     return clock
 
 
-def run(clock, world, steps, *, start=0, seconds=0.5, **options):
+def run(clock, world, steps, *, start=0, seconds=0.5, not_finite=(), **options):
     """Steps of half a second after two of ten seconds that compile; losses fall by one a step."""
     sink, stream = Memory(), io.StringIO()
     log = RunLog(world, [sink], global_batch=8, start=start, stop=start + steps, stream=stream, **options)
     for step in range(start, start + steps):
         clock.now += 10.0 if step - start < 2 else seconds
         loss = torch.full((), 9.0 - step, device=world.device)
-        log.record(step, StepResult(loss, loss * 0 + 2.5, 1e-3))
+        finite = torch.full((), step not in not_finite, device=world.device)
+        log.record(step, StepResult(loss, loss * 0 + 2.5, finite, 1e-3))
     log.close()
     return log, sink, stream.getvalue().splitlines()
 
@@ -64,6 +65,15 @@ def test_progress_lines(clock):
         "step 4/8  loss 6.0000  lr 1.000e-03  grad norm 2.500  16.0 seq/s  ETA 0:02",
         "step 8/8  loss 2.0000  lr 1.000e-03  grad norm 2.500  16.0 seq/s  ETA 0:00",
     ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu-xla"])
+def test_steps_that_were_skipped_are_counted(clock, device):
+    with xla.init(device) as world:
+        log, sink, lines = run(clock, world, 6, log_every=3, not_finite=(1, 4))
+        assert log.summary(5).skipped_steps == 2
+    assert [values.get("skipped_steps") for _, values in sink.steps] == [None, 1, None, None, 2, None]
+    assert "1 steps skipped (gradients not finite)" in lines[1]
 
 
 def test_summary(clock, tmp_path):

@@ -6,6 +6,7 @@ graph. Gradients are passed in by name, in fp32, because PyTorch refuses an fp32
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,7 +15,11 @@ import torch
 from trn_dist.errors import CheckpointError, ConfigError
 from trn_dist.training.precision import round_stochastically
 
+Rates = tuple[torch.Tensor, ...]
+State = dict[str, torch.Tensor]
+
 _MASTER = "master"
+_APPLIED = "applied_steps"
 
 
 def is_matrix(name: str, parameter: torch.Tensor) -> bool:
@@ -34,7 +39,8 @@ class Optimizer(ABC):
         stochastic_rounding: round updates to bf16 parameters at random, in code. On Neuron the hardware does it.
 
     Attributes:
-        steps: number of steps taken.
+        steps: number of steps taken, those that changed nothing included.
+        applied: [1] fp32 on the device, the number of steps that changed the weights; bias corrections follow it.
         state: for each slot (such as `exp_avg`) a tensor per parameter name.
 
     Raises:
@@ -64,6 +70,8 @@ class Optimizer(ABC):
         self.decaying = {name for name, parameter in self.parameters.items() if decays(name, parameter)}
         self.stochastic_rounding = stochastic_rounding
         self.steps = 0
+        # One element, not none: torch_xla shares the buffers of scalars, which would cost one more graph.
+        self.applied = torch.zeros(1, device=next(iter(self.parameters.values())).device)
         self.state = {
             slot: {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
             for slot in self.slots
@@ -72,35 +80,53 @@ class Optimizer(ABC):
             self.state[_MASTER] = {name: p.detach().float().clone() for name, p in self.parameters.items()}
 
     @abstractmethod
-    def host_factors(self, learning_rate: float) -> list[float]:
-        """Returns the numbers that change from step to step, computed in float64 for the step `self.steps`."""
+    def rates(self, learning_rate: torch.Tensor, kept: torch.Tensor, count: torch.Tensor) -> Rates:
+        """Returns what all parameters share in a step.
+
+        Args:
+            learning_rate: fp32 scalar on the device.
+            kept: fp32 scalar, the share of a weight that decoupled decay leaves: 1 - learning rate * weight decay.
+            count: fp32 scalar, the number of this step among those that are applied, from 1.
+        """
 
     @abstractmethod
     def update(
-        self, name: str, weight: torch.Tensor, gradient: torch.Tensor, factors: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
-        """Advances the state of one parameter and returns its new fp32 weight."""
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: State, rates: Rates, *, decays: bool
+    ) -> tuple[torch.Tensor, State]:
+        """Returns the new weight and state of one parameter, all fp32; changes nothing in place."""
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, torch.Tensor], learning_rate: float) -> None:
+    def step(
+        self, gradients: Mapping[str, torch.Tensor], learning_rate: float, *, apply: torch.Tensor | None = None
+    ) -> None:
         """Updates every parameter.
 
         Args:
             gradients: for each parameter name its gradient, in the parameter's shape and any floating dtype.
             learning_rate: of this step.
+            apply: boolean scalar on the device; where it is false, such as for gradients that are not finite, weights
+                and state stay as they are. None stands for true.
         """
         self.steps += 1
-        device = next(iter(self.parameters.values())).device
-        factors = torch.tensor(self.host_factors(learning_rate), dtype=torch.float32).to(device).unbind()
+        count = self.applied + 1.0
+        host = torch.tensor([learning_rate, 1 - learning_rate * self.weight_decay])
+        rate, kept = host.to(self.applied.device).unbind()
+        rates = self.rates(rate, kept, count.squeeze(0))
         masters = self.state.get(_MASTER)
         for name, parameter in self.parameters.items():
             weight = masters[name] if masters else parameter.float()
-            updated = self.update(name, weight, gradients[name].float(), factors)
+            state = {slot: self.state[slot][name] for slot in self.slots}
+            decays = name in self.decaying
+            updated, new_state = self.update(weight, gradients[name].float(), state, rates, decays=decays)
+            for slot, value in new_state.items():
+                state[slot].copy_(_choose(apply, value, state[slot]))
+            updated = _choose(apply, updated, weight)
             if masters:
                 masters[name].copy_(updated)
             if self.stochastic_rounding and parameter.dtype == torch.bfloat16:
                 updated = round_stochastically(updated)
             parameter.copy_(updated)
+        self.applied.copy_(_choose(apply, count, self.applied))
 
     @torch.no_grad()
     def reset_master_weights(self) -> None:
@@ -110,7 +136,8 @@ class Optimizer(ABC):
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the whole state under flat names, `<slot>.<parameter name>`."""
-        return {f"{slot}.{name}": tensor for slot, tensors in self.state.items() for name, tensor in tensors.items()}
+        tensors = {f"{slot}.{name}": tensor for slot, named in self.state.items() for name, tensor in named.items()}
+        return {**tensors, _APPLIED: self.applied}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
@@ -169,24 +196,19 @@ class AdamW(Optimizer):
         )
         self.betas, self.eps = betas, eps
 
-    def host_factors(self, learning_rate: float) -> list[float]:
-        """What decay leaves of a weight, the step size with the first bias correction, the root of the second one."""
-        beta1, beta2 = self.betas
-        return [
-            1 - learning_rate * self.weight_decay,
-            learning_rate / (1 - beta1**self.steps),
-            (1 - beta2**self.steps) ** 0.5,
-        ]
+    def rates(self, learning_rate: torch.Tensor, kept: torch.Tensor, count: torch.Tensor) -> Rates:
+        """See `Optimizer.rates`."""
+        first, second = (_bias_correction(beta, count) for beta in self.betas)
+        return kept, learning_rate / first, second.sqrt()
 
     def update(
-        self, name: str, weight: torch.Tensor, gradient: torch.Tensor, factors: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: State, rates: Rates, *, decays: bool
+    ) -> tuple[torch.Tensor, State]:
         """See `Optimizer.update`."""
-        kept, step_size, root_correction = factors
-        mean, square = _moments(self.state, name, gradient, self.betas)
-        if name in self.decaying:
-            weight = weight * kept
-        return weight - step_size * (mean / (square.sqrt() / root_correction + self.eps))
+        kept, step_size, root_correction = rates
+        moments = _advance_moments(state, gradient, self.betas)
+        direction = moments["exp_avg"] / (moments["exp_avg_sq"].sqrt() / root_correction + self.eps)
+        return (weight * kept if decays else weight) - step_size * direction, moments
 
 
 class Lamb(Optimizer):
@@ -226,33 +248,42 @@ class Lamb(Optimizer):
         )
         self.betas, self.eps, self.trust_clip = betas, eps, trust_clip
 
-    def host_factors(self, learning_rate: float) -> list[float]:
-        """The learning rate and the inverses of the two bias corrections."""
-        beta1, beta2 = self.betas
-        return [learning_rate, 1 / (1 - beta1**self.steps), 1 / (1 - beta2**self.steps)]
+    def rates(self, learning_rate: torch.Tensor, kept: torch.Tensor, count: torch.Tensor) -> Rates:
+        """See `Optimizer.rates`."""
+        del kept  # decay is part of LAMB's direction
+        first, second = (_bias_correction(beta, count) for beta in self.betas)
+        return learning_rate, first, second
 
     def update(
-        self, name: str, weight: torch.Tensor, gradient: torch.Tensor, factors: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: State, rates: Rates, *, decays: bool
+    ) -> tuple[torch.Tensor, State]:
         """See `Optimizer.update`."""
-        learning_rate, correct_mean, correct_square = factors
-        mean, square = _moments(self.state, name, gradient, self.betas)
-        direction = mean * correct_mean / ((square * correct_square).sqrt() + self.eps)
-        if name not in self.decaying:
-            return weight - learning_rate * direction
+        learning_rate, mean_correction, square_correction = rates
+        moments = _advance_moments(state, gradient, self.betas)
+        root = (moments["exp_avg_sq"] / square_correction).sqrt()
+        direction = moments["exp_avg"] / mean_correction / (root + self.eps)
+        if not decays:
+            return weight - learning_rate * direction, moments
         direction = direction + self.weight_decay * weight
         weight_norm, direction_norm = weight.norm(), direction.norm()
         ratio = torch.where((weight_norm > 0) & (direction_norm > 0), weight_norm / direction_norm, 1.0)
         if self.trust_clip:
             ratio = ratio.clamp(max=1.0)
-        return weight - learning_rate * ratio * direction
+        return weight - learning_rate * ratio * direction, moments
 
 
-def _moments(
-    state: Mapping[str, Mapping[str, torch.Tensor]], name: str, gradient: torch.Tensor, betas: tuple[float, float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advances and returns the running means of the gradient and of its square."""
-    mean, square = state["exp_avg"][name], state["exp_avg_sq"][name]
-    mean.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
-    square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
-    return mean, square
+def _bias_correction(beta: float, count: torch.Tensor) -> torch.Tensor:
+    """1 - beta ** count, to fp32 precision also where beta is near 1."""
+    return -torch.expm1(count * math.log(beta))
+
+
+def _advance_moments(state: State, gradient: torch.Tensor, betas: tuple[float, float]) -> State:
+    """Returns the next running means of the gradient and of its square."""
+    return {
+        "exp_avg": state["exp_avg"] * betas[0] + gradient * (1 - betas[0]),
+        "exp_avg_sq": state["exp_avg_sq"] * betas[1] + gradient.square() * (1 - betas[1]),
+    }
+
+
+def _choose(apply: torch.Tensor | None, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return new if apply is None else torch.where(apply, new, old)

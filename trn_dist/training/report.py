@@ -35,6 +35,7 @@ class Summary:
         peak_throughput: the best mean over ten steps.
         input_seconds: spent waiting for batches.
         checkpoint_seconds: spent writing checkpoints.
+        skipped_steps: steps that changed nothing because a gradient was not finite.
         graphs_compiled: number of graphs this process compiled.
         compile_seconds: spent compiling them.
         world_size: number of workers.
@@ -51,6 +52,7 @@ class Summary:
     peak_throughput: float
     input_seconds: float
     checkpoint_seconds: float
+    skipped_steps: int
     graphs_compiled: int
     compile_seconds: float
     world_size: int
@@ -106,6 +108,7 @@ class RunLog:
         self.global_batch, self.start, self.stop, self.log_every = global_batch, start, stop, log_every
         self.print_gradient_norm = print_gradient_norm
         self.input_seconds = self.checkpoint_seconds = 0.0
+        self.skipped_steps = 0
         self._pending: list[tuple[int, StepResult, float]] = []
         self._times: deque[float] = deque(maxlen=_WINDOW + 1)
         self._graphs: GraphCount = count_graphs(world)
@@ -159,17 +162,23 @@ class RunLog:
         if not self._pending or self.world.rank != 0:
             self._pending.clear()
             return
-        scalars = [tensor for _, result, _ in self._pending for tensor in (result.loss, result.gradient_norm)]
-        values = [float(view) for view in self.world.host_views(scalars)]
-        for (step, result, throughput), loss, norm in zip(self._pending, values[::2], values[1::2], strict=True):
+        read = [(result.loss, result.gradient_norm, result.finite) for _, result, _ in self._pending]
+        views = iter(self.world.host_views([tensor for tensors in read for tensor in tensors]))
+        values = [
+            (float(loss), float(norm), bool(finite)) for loss, norm, finite in zip(views, views, views, strict=True)
+        ]
+        for (step, result, throughput), (loss, norm, finite) in zip(self._pending, values, strict=True):
+            self.skipped_steps += not finite
             numbers = {"loss": loss, "learning_rate": result.learning_rate, "gradient_norm": norm}
+            if not finite:
+                numbers["skipped_steps"] = self.skipped_steps
             if throughput:
                 numbers["sequences_per_second"] = throughput
             for sink in self.sinks:
                 sink.write(step, numbers)
-        first = self._losses[0] if self._pending[0][0] > self.start else values[0]
-        self._losses = (first, values[-2])
-        self._print(self._pending[-1], values[-2], values[-1])
+        first = self._losses[0] if self._pending[0][0] > self.start else values[0][0]
+        self._losses = (first, values[-1][0])
+        self._print(self._pending[-1], values[-1][0], values[-1][1])
         self._pending.clear()
 
     def close(self) -> None:
@@ -195,6 +204,7 @@ class RunLog:
             peak_throughput=self._peak or self._window_throughput(),
             input_seconds=self.input_seconds,
             checkpoint_seconds=self.checkpoint_seconds,
+            skipped_steps=self.skipped_steps,
             graphs_compiled=graphs.compiled,
             compile_seconds=graphs.compile_seconds,
             world_size=self.world.size,
@@ -210,6 +220,8 @@ class RunLog:
     def _print(self, newest: tuple[int, StepResult, float], loss: float, norm: float) -> None:
         step, result, throughput = newest
         parts = [f"step {step + 1}/{self.stop}", f"loss {loss:.4f}", f"lr {result.learning_rate:.3e}"]
+        if self.skipped_steps:
+            parts.append(f"{self.skipped_steps} steps skipped (gradients not finite)")
         if self.print_gradient_norm:
             parts.append(f"grad norm {norm:.3f}")
         if throughput:

@@ -23,11 +23,13 @@ class StepResult:
     Attributes:
         loss: mean of the micro-batches' losses over the step and the world, fp32.
         gradient_norm: global L2 norm of the reduced gradients before clipping, fp32.
+        finite: whether all gradients were finite; where not, the step changed neither weights nor optimizer state.
         learning_rate: of this step.
     """
 
     loss: torch.Tensor
     gradient_norm: torch.Tensor
+    finite: torch.Tensor
     learning_rate: float
 
 
@@ -88,10 +90,11 @@ class TrainStep:
         learning_rate = self.schedule(step)
         # The same on every rank: the ranks must round the same weights the same way.
         self.world.seed(derive_seed(self.seed, "rounding", step))
-        self.optimizer.step(self.buckets.gradients(), learning_rate)
+        finite = torch.isfinite(norm)
+        self.optimizer.step(self.buckets.gradients(), learning_rate, apply=finite)
         self._start_over()
         self.world.sync()
-        return StepResult(loss, norm, learning_rate)
+        return StepResult(loss, norm, finite, learning_rate)
 
     def _start_over(self) -> None:
         """Empties the sums of a step. Several micro-batches get zeros to add to, executed before the first of them."""
