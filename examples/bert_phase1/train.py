@@ -114,8 +114,7 @@ def train(args):
         with RunLog.in_directory(
             output, world, global_batch=shape.global_batch, start=start, stop=stop, **options
         ) as log:
-            batches, save = loader.steps(start, stop), lambda: state.save(store)
-            fit(train_step, state, batches, log, save=save, save_every=args.steps_per_ckpt)
+            fit(train_step, state, loader.steps(start, stop), log, store, save_every=args.steps_per_ckpt)
         summary = log.summary(state.step - 1)
         if world.rank == 0:
             summary.write(output / args.metrics_file)

@@ -56,6 +56,30 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(run_training, training_
 
 
 @pytest.mark.slow
+def test_a_run_that_is_asked_to_leave_saves_first(run_training, training_command, tmp_path):
+    """SIGTERM to torchrun, as a scheduler sends it; the run then goes on from the very step."""
+    whole = run_training("whole", "--steps_this_run", 40)
+    with subprocess.Popen(
+        training_command("asked", "--steps_this_run", 40, "--steps_per_ckpt", 1000, "--log_every", 1),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        metrics = tmp_path / "asked" / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=100)[0]
+    found = re.search(r"asked to stop \(SIGTERM\): saved .*step_(\d+), leaving", output)
+    assert found, output
+    resumed = run_training("asked", "--steps_this_run", 40)
+    assert f"after step {int(found[1])}" in resumed.output
+    assert resumed.losses == whole.losses
+
+
+@pytest.mark.slow
 def test_two_workers_are_one_worker_with_twice_the_batch(run_training):
     flags = ["--disable_dropout", "--steps_this_run", 20, "--grad_accum_usteps", 1]
     two = run_training("two", *flags, "--batch_size", 4, device="cpu-xla")

@@ -101,6 +101,20 @@ def test_summary_of_a_very_short_run(clock, steps):
     assert summary.average_throughput == (16.0 if steps == 3 else 0.0)
 
 
+def test_time_that_the_run_waits(clock):
+    def slow_batches():
+        for batch in "ab":
+            clock.now += 3.0
+            yield batch
+
+    with xla.init("cpu") as world:
+        log = RunLog(world, [], global_batch=8, start=0, stop=2, stream=io.StringIO())
+        assert list(log.waiting_for_input(slow_batches())) == ["a", "b"]
+        with log.saving():
+            clock.now += 5.0
+    assert (log.input_seconds, log.checkpoint_seconds) == (6.0, 5.0)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3600 * 3 + 245, "3:04:05"), (86400 + 3600 * 3 + 245, "1d 03:04:05")],

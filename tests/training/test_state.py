@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 
@@ -28,6 +30,7 @@ def test_resumes_what_was_saved(tmp_path, device):
         for _ in range(3):
             change(state)
         state.save(store)
+        store.wait()
         saved = state.fingerprint()
         other = make_state(world)
         assert other.fingerprint() != saved
@@ -50,6 +53,7 @@ def test_a_run_with_another_identity_is_refused(tmp_path):
     store = CheckpointStore(tmp_path)
     with xla.init("cpu") as world:
         make_state(world).save(store)
+        store.wait()
         other = make_state(world, identity={**IDENTITY, "global_batch": 128})
         with pytest.raises(ConfigError, match="written with global_batch = 64, this run has 128"):
             other.resume(store)
@@ -59,6 +63,7 @@ def test_another_model_is_refused_and_the_weight_named(tmp_path):
     store = CheckpointStore(tmp_path)
     with xla.init("cpu") as world:
         make_state(world).save(store)
+        store.wait()
         with pytest.raises(CheckpointError, match=r"weight 0\.weight has shape \(4, 3\), the model's \(5, 3\)"):
             make_state(world, width=5).resume(store)
 
@@ -70,6 +75,7 @@ def test_a_chosen_step(tmp_path):
         for _ in range(3):
             change(state)
             state.save(store)
+        store.wait()
         other = make_state(world)
         other.resume(store, step=2)
         assert other.step == 2
@@ -84,6 +90,7 @@ def test_weights_alone(tmp_path):
         state = make_state(world)
         change(state)
         state.save(store)
+        store.wait()
         other = make_state(world, identity={"other": "run"}, master_weights=True)
         other.load_weights(store)
         assert other.fingerprint() == state.fingerprint()
@@ -92,3 +99,38 @@ def test_weights_alone(tmp_path):
             assert torch.equal(master, state.optimizer.parameters[name])
         with pytest.raises(CheckpointError, match="there is no checkpoint in"):
             other.load_weights(CheckpointStore(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu-xla"])
+def test_a_checkpoint_holds_its_own_step_although_training_goes_on(tmp_path, device, monkeypatch):
+    """The writer waits until three more steps are done; what it then writes is the step at which it was asked."""
+    store = CheckpointStore(tmp_path, keep=-1)
+    go = threading.Event()
+    write_now = store.save
+    monkeypatch.setattr(store, "save", lambda *arguments: (go.wait(), write_now(*arguments)))
+    with xla.init(device) as world:
+        state = make_state(world)
+        change(state)
+        expected = state.fingerprint()
+        state.save(store)
+        for _ in range(3):
+            change(state)
+            world.sync(wait=True)
+        go.set()
+        store.wait()
+        other = make_state(world)
+        other.resume(store)
+        assert other.step == 1
+        assert other.fingerprint() == expected
+
+
+def test_a_save_that_failed_in_the_background_is_raised_at_the_next_one(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    store = CheckpointStore(blocked / "checkpoints")
+    with xla.init("cpu") as world:
+        state = make_state(world)
+        state.save(store)
+        with pytest.raises(CheckpointError, match="the checkpoint of step 0 could not be written"):
+            state.save(store)
+        store.wait()  # reported once

@@ -12,6 +12,7 @@ from trn_dist.training.report import RunLog, Summary
 from trn_dist.training.schedules import Schedule, linear_warmup_linear_decay, linear_warmup_polynomial_decay
 from trn_dist.training.state import TrainingState
 from trn_dist.training.step import Batch, StepResult, TrainStep
+from trn_dist.training.stop import StopRequest
 
 __all__ = [
     "AdamW",
@@ -26,6 +27,7 @@ __all__ = [
     "Schedule",
     "Sink",
     "StepResult",
+    "StopRequest",
     "Summary",
     "TensorBoard",
     "TrainStep",

@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ class CheckpointStore:
         if keep < 1 and keep != -1:
             raise ValueError(f"keep must be at least 1, or -1 to keep all, not {keep}")
         self.directory, self.keep = directory, keep
+        self._writer: threading.Thread | None = None
+        self._problem: CheckpointError | None = None
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, rising. Contents are not verified."""
@@ -116,6 +119,42 @@ class CheckpointStore:
             ) from error
         self._remove_old()
         return final
+
+    def save_in_background(
+        self, step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]
+    ) -> None:
+        """Starts writing a checkpoint in a thread and returns; the arguments are those of `save`.
+
+        A checkpoint that is still being written is waited for first. The tensors must not change until `wait` returns;
+        `World.snapshot` gives such tensors.
+
+        Raises:
+            CheckpointError: the checkpoint before this one could not be written.
+        """
+        self.wait()
+
+        def write() -> None:
+            try:
+                self.save(step, tensors, state)
+            except CheckpointError as error:
+                self._problem = error
+
+        # Not a daemon: an interpreter that ends waits for the checkpoint to be whole.
+        self._writer = threading.Thread(target=write, name="trn_dist-checkpoint")
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Waits until nothing is being written any more.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise problem
 
     def load(self, step: int) -> Checkpoint:
         """Reads and verifies the checkpoint of a step.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from trn_dist.training.checkpoint import CheckpointStore
 from trn_dist.training.report import RunLog
 from trn_dist.training.state import TrainingState
 from trn_dist.training.step import Batch, TrainStep
+from trn_dist.training.stop import SIGTERM_EXIT_CODE, StopRequest
 
 HostBatch = dict[str, npt.NDArray[np.generic]]
 
@@ -21,37 +22,48 @@ def fit(
     state: TrainingState,
     batches: Iterable[Sequence[HostBatch]],
     log: RunLog,
+    store: CheckpointStore,
     *,
-    save: Callable[[], None],
     save_every: int,
 ) -> None:
-    """Takes a step for each element of `batches` and saves along the way and at the end.
+    """Takes a step for each element of `batches`; saves along the way, at the end, and when a SIGTERM asks to leave.
 
     Args:
         train_step: takes one step.
         state: its `step` is where the run stands; it rises by one a step.
         batches: for each step this worker's micro-batches, as numpy arrays.
         log: takes what each step reports.
-        save: saves a checkpoint of `state`.
+        store: of the run's checkpoints; they are written in the background, and the last one is whole at the return.
         save_every: steps between checkpoints.
+
+    Raises:
+        CheckpointError: a checkpoint could not be written.
+        SystemExit: with 143 (128 + SIGTERM), after a checkpoint was saved on request.
     """
-    saved = state.step
-    waiting_since = time.perf_counter()
-    for micro_batches in batches:
-        log.input_seconds += time.perf_counter() - waiting_since
-        log.record(state.step, train_step(state.step, [_tensors(batch) for batch in micro_batches]))
-        state.step += 1
-        if state.step % save_every == 0:
-            saved = _save(save, state, log)
-        waiting_since = time.perf_counter()
-    if saved != state.step:
-        _save(save, state, log)
+    saved, leave = state.step, False
+    with StopRequest() as stop:
+        for micro_batches in log.waiting_for_input(batches):
+            log.record(state.step, train_step(state.step, [_tensors(batch) for batch in micro_batches]))
+            state.step += 1
+            leave = stop.requested and state.world.rank == 0
+            if leave or state.step % save_every == 0:
+                saved = _save(state, store, log)
+            if leave:
+                break
+        if saved != state.step:
+            _save(state, store, log)
+        with log.saving():
+            store.wait()
+        if leave:
+            log.flush()
+            state.world.print(f"asked to stop (SIGTERM): saved {store.path(state.step)}, leaving")
+            raise SystemExit(SIGTERM_EXIT_CODE)
 
 
-def _save(save: Callable[[], None], state: TrainingState, log: RunLog) -> int:
-    begin = time.perf_counter()
-    save()
-    log.checkpoint_seconds += time.perf_counter() - begin
+def _save(state: TrainingState, store: CheckpointStore, log: RunLog) -> int:
+    """Starts a checkpoint and returns its step."""
+    with log.saving():
+        state.save(store)
     return state.step
 
 

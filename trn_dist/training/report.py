@@ -6,15 +6,18 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, TypeVar
 
 from trn_dist.training.metrics import JsonLines, Sink, TensorBoard
 from trn_dist.training.step import StepResult
 from trn_dist.xla import World
 from trn_dist.xla.graphs import GraphCount, count_graphs
+
+T = TypeVar("T")
 
 _WINDOW = 10  # steps over which the throughput is averaged, as in the published tutorial
 _WARM_UP = 2  # steps that compile; left out of every throughput
@@ -34,7 +37,7 @@ class Summary:
         average_throughput: sequences per second after the first two steps, which compile.
         peak_throughput: the best mean over ten steps.
         input_seconds: spent waiting for batches.
-        checkpoint_seconds: spent writing checkpoints.
+        checkpoint_seconds: spent waiting for checkpoints; most of the writing goes on beside the training.
         skipped_steps: steps that changed nothing because a gradient was not finite.
         graphs_compiled: number of graphs this process compiled.
         compile_seconds: spent compiling them.
@@ -134,6 +137,28 @@ class RunLog:
                 TensorBoard(directory / "tensorboard", start=start),
             ]
         return cls(world, sinks, start=start, **options)
+
+    def waiting_for_input(self, batches: Iterable[T]) -> Iterator[T]:
+        """Passes on the elements of `batches`, and counts the time until each is there."""
+        iterator = iter(batches)
+        while True:
+            begin = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.input_seconds += time.perf_counter() - begin
+            yield batch
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Counts the time of its body as time that the run waits for checkpoints."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.checkpoint_seconds += time.perf_counter() - begin
 
     def record(self, step: int, result: StepResult) -> None:
         """Takes the report of a step that was just launched."""

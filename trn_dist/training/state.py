@@ -39,16 +39,18 @@ class TrainingState:
         self.step = 0
 
     def save(self, store: CheckpointStore) -> None:
-        """Saves a checkpoint of this step from rank 0; the other ranks go on.
+        """Starts to save a checkpoint of this step from rank 0, in the background; the other ranks go on at once.
+
+        Call `store.wait()` before the checkpoint is needed.
 
         Raises:
-            CheckpointError: see `CheckpointStore.save`.
+            CheckpointError: see `CheckpointStore.save_in_background`.
         """
         if self.world.rank != 0:
             return
         tensors = {"model": self._weights(), "optimizer": self.optimizer.state_tensors()}
         names = [(group, name) for group, members in tensors.items() for name in members]
-        views = self.world.host_views([tensors[group][name] for group, name in names])
+        views = self.world.snapshot([tensors[group][name] for group, name in names])
         on_host: dict[str, dict[str, torch.Tensor]] = {group: {} for group in tensors}
         for (group, name), view in zip(names, views, strict=True):
             on_host[group][name] = view
@@ -59,7 +61,7 @@ class TrainingState:
             "identity": self.identity,
             "versions": _versions(),
         }
-        store.save(self.step, on_host, state)
+        store.save_in_background(self.step, on_host, state)
 
     def resume(self, store: CheckpointStore, *, step: int | None = None) -> bool:
         """Restores the newest usable checkpoint, or that of `step`; every rank calls this.

@@ -82,6 +82,14 @@ class CpuXlaWorld(XlaWorld):
         torch_xla.sync(wait=True)
         return [torch_dlpack.from_dlpack(xla_dlpack.to_dlpack(tensor.detach())) for tensor in tensors]
 
+    def snapshot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See `World.snapshot`.
+
+        Without a copy: a step writes new buffers, and PJRT does not reuse one that a host tensor still refers to. The
+        price is that the old buffers stay in memory as long as the snapshot does.
+        """
+        return self.host_views(tensors)
+
 
 class NeuronWorld(XlaWorld):
     """PyTorch/XLA on NeuronCores: one core a process, collectives inside the compiled graph.
@@ -113,3 +121,7 @@ class NeuronWorld(XlaWorld):
         """See `World.host_views`. The device's memory is its own, so these are copies."""
         torch_xla.sync()
         return [tensor.detach().cpu() for tensor in tensors]
+
+    def snapshot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See `World.snapshot`."""
+        return self.host_views(tensors)

@@ -86,6 +86,10 @@ class World(ABC):
         The views are for reading and live until the next step changes the tensors. Pending work is executed first.
         """
 
+    def snapshot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns CPU tensors with the values of `tensors` at this point, which no later step changes."""
+        return [view.clone() for view in self.host_views(tensors)]
+
     # Control plane, over gloo on every device.
 
     def barrier(self) -> None:
