@@ -27,8 +27,8 @@ test: install test-nightly
 	$(BIN)/pytest
 
 # The other torchx that people have installed; it needs an environment of its own.
-test-nightly: install-nightly
-	$(NIGHTLY)/bin/pytest tests/components
+test-nightly: install install-nightly
+	TRN_DIST_TEST_PYTHON=$(abspath $(BIN))/python $(NIGHTLY)/bin/pytest tests/components tests/launcher
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="this environment has torchx without torch")
+# Where torchx has an environment of its own, without torch, the workers run on another Python, as a user's would.
+WORKER_PYTHON = os.environ.get("TRN_DIST_TEST_PYTHON", "")
+needs_torch = pytest.mark.skipif(
+    not WORKER_PYTHON and find_spec("torch") is None,
+    reason="no torch here: name a Python that has it in TRN_DIST_TEST_PYTHON",
+)
+PYTHON = ["--python", WORKER_PYTHON] if WORKER_PYTHON else []
 
 WORKER = """
 import json, os, pathlib, sys
@@ -94,7 +100,9 @@ def test_a_real_run(torchx, tmp_path, layout, size):
     component = ["trn_dist.components:ddp", "-j", layout, "--script", "worker.py", "--rdzv_port", "0"]
     if layout == "2x1":
         component[-1] = str(free_port())
-    done = torchx("run", "-s", "local_cwd", *component, "--env", "FLAGS=--x=1 --y=2,A=b", "--", tmp_path, *arguments)
+    done = torchx(
+        "run", "-s", "local_cwd", *component, *PYTHON, "--env", "FLAGS=--x=1 --y=2,A=b", "--", tmp_path, *arguments
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(size):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -112,9 +120,8 @@ def free_port():
 
 @needs_torch
 def test_a_failing_worker_fails_the_job(torchx, tmp_path):
-    done = torchx(
-        "run", "-s", "local_cwd", "trn_dist.ddp", "-j", "1x2", "--script", "worker.py", "--", tmp_path, "fail"
-    )
+    component = ["trn_dist.ddp", "-j", "1x2", "--script", "worker.py", *PYTHON]
+    done = torchx("run", "-s", "local_cwd", *component, "--", tmp_path, "fail")
     assert done.returncode != 0
     assert "exitcode  : 78" in done.stdout + done.stderr
 
