@@ -68,8 +68,12 @@ class CpuXlaWorld(XlaWorld):
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor], op: ReduceOp = "mean") -> None:
         """See `World.all_reduce_`. Cuts the graph: what the tensors depend on is executed first."""
-        if self.size > 1:
-            reduce_on_host(self.host_views(tensors), op, self.size, self._host_group)
+        if self.size == 1:
+            return
+        reduce_on_host(self.host_views(tensors), "sum", self.size, self._host_group)
+        if op == "mean":
+            for tensor in tensors:
+                tensor.mul_(1.0 / self.size)  # part of the next graph, where it costs no pass of its own
 
     def host_views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `World.host_views`.
