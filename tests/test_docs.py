@@ -56,6 +56,8 @@ EXPECTED = {
         r"resumed from .* after step 10",
         r"step 20/20 ",
         "final_loss",
+        r"step +20  whole",
+        r"runs/hf: step 20, ",
     ],
     "data": [r"samples in 8 shards", "masked"],
     "launch": [

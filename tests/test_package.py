@@ -54,7 +54,8 @@ ARROWS = {
     "training": {"xla", "errors"},
     "launcher": {"errors"},
     "components": {"launcher", "errors"},
-    "cli": {"data", "errors"},
+    "cli": {"data", "cli_checkpoint", "errors"},
+    "cli_checkpoint": {"training", "models", "errors"},
 }
 
 

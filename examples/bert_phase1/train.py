@@ -6,6 +6,7 @@ has the flags, docs/bert.md what became of each flag of the published tutorial's
 
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from arguments import choose_precision, parse_arguments
@@ -83,7 +84,7 @@ def train(args):
         shape = BatchShape(args.batch_size, args.grad_accum_usteps, world.rank, world.size)
         loader = BatchLoader(shards, shape, seed=args.seed, vocab_size=config.vocab_size)
         identity = {
-            "model": str(config),
+            "model": asdict(config),
             "optimizer": args.optimizer,
             "precision": precision.name,
             "seed": args.seed,

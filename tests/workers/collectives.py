@@ -15,9 +15,12 @@ with xla.init(device) as world:
     summed, averaged = base * 1.0, base * 1.0
     world.all_reduce_([summed], op="sum")
     world.all_reduce_([averaged], op="mean")
+    # A view takes its base along.
+    whole = torch.ones(4, device=world.device) * (world.rank + 1)
+    world.all_reduce_([whole[1:3]], op="sum")
     # What follows in the graph must see the reduced values.
     after = averaged * 2
-    views = [view.tolist() for view in world.host_views([base, summed, averaged, after])]
+    views = [view.tolist() for view in world.host_views([base, summed, averaged, after, whole])]
     try:
         world.require_equal(seed=7, batch=world.rank)
     except ConfigError as error:

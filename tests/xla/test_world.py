@@ -17,11 +17,12 @@ def test_collectives_of_two_processes(run_world, device):
     assert run.returncode == 0, run.output
     first = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     for rank, result in enumerate(run.by_rank):
-        base, summed, averaged, after = result["views"]
+        base, summed, averaged, after, whole = result["views"]
         assert base == [[x + 10 * rank for x in row] for row in first]
         assert summed == [[2 * x + 10 for x in row] for row in first]
         assert averaged == [[x + 5 for x in row] for row in first]
         assert after == [[2 * x + 10 for x in row] for row in first]
+        assert whole == [rank + 1.0, 3.0, 3.0, rank + 1.0]
         assert result["objects"] == [{"rank": 0}, {"rank": 1}]
         assert result["broadcast"] == "from 0"
         assert result["place"] == [rank, 2, rank, 2]
@@ -60,6 +61,18 @@ def test_seed_decides_what_is_drawn(device):
             draws.append(world.host_views([torch.rand(8, device=world.device)])[0].clone())
     assert torch.equal(draws[0], draws[2])
     assert not torch.equal(draws[0], draws[1])
+
+
+def test_views_of_a_tensor_that_was_changed_in_place_can_be_read():
+    """torch_xla does not execute them with the rest, and aborts the process when such a buffer is asked for."""
+    with xla.init("cpu-xla") as world:
+        base = torch.arange(6.0, device=world.device) * 1
+        before = base[2:4]
+        element = before.unbind()[0]
+        base.mul_(2)
+        after = base[4:]
+        views = world.host_views([before, element, after, base])
+        assert [view.tolist() for view in views] == [[4.0, 6.0], 4.0, [8.0, 10.0], [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]]
 
 
 def test_host_views_execute_what_is_pending_and_do_not_copy():

@@ -97,6 +97,9 @@ class GradientBuckets:
             The means of the scalars: tensors of no dimensions, on the device.
         """
         world.all_reduce_(self.buckets, op="mean")
+        # Pieces of a tensor that was changed in place would cost graphs of their own on XLA; pieces of its clone do
+        # not, and the clone itself is elided.
+        self.buckets = [bucket.clone() for bucket in self.buckets]
         if not self.num_scalars:
             return []
         last = self.buckets[-1]

@@ -66,25 +66,25 @@ class CpuXlaWorld(XlaWorld):
         super().__init__(place, timeout)
         self._open_device("CPU")
 
+    @torch.no_grad()
     def all_reduce_(self, tensors: Sequence[torch.Tensor], op: ReduceOp = "mean") -> None:
         """See `World.all_reduce_`. Cuts the graph: what the tensors depend on is executed first."""
         if self.size == 1:
             return
-        reduce_on_host(self.host_views(tensors), "sum", self.size, self._host_group)
-        if op == "mean":
-            for tensor in tensors:
-                tensor.mul_(1.0 / self.size)  # part of the next graph, where it costs no pass of its own
+        executed = _execute(tensors)
+        reduce_on_host([_alias(tensor) for tensor in executed], "sum", self.size, self._host_group)
+        for tensor, total in zip(tensors, executed, strict=True):
+            # Nothing is copied where the tensor owns its buffer; a view hands the result on to its base. The mean is
+            # part of the next graph, where it costs no pass of its own.
+            tensor.copy_(total if op == "sum" else total * (1.0 / self.size))
 
     def host_views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `World.host_views`.
 
         The returned tensors alias the PJRT buffers (about 2 microseconds whatever the size, where `.cpu()` copies at
-        about 0.4 GB/s), and writing to them is seen by the next graph.
+        about 0.4 GB/s).
         """
-        # Aliasing a tensor that was not executed aborts the process inside torch_xla, so this is the one place that
-        # aliases, and it always executes first.
-        torch_xla.sync(wait=True)
-        return [torch_dlpack.from_dlpack(xla_dlpack.to_dlpack(tensor.detach())) for tensor in tensors]
+        return [_alias(tensor) for tensor in _execute(tensors)]
 
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `World.snapshot`.
@@ -129,3 +129,18 @@ class NeuronWorld(XlaWorld):
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `World.snapshot`."""
         return self.host_views(tensors)
+
+
+def _execute(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Executes what is pending and returns XLA tensors that have buffers, outside autograd."""
+    detached = [tensor.detach() for tensor in tensors]
+    torch_xla.sync(wait=True)
+    # A view of a tensor that was changed in place is still not executed then; this call does nothing for the others.
+    xm.unlazy(detached)
+    return detached
+
+
+def _alias(executed: torch.Tensor) -> torch.Tensor:
+    """Returns a CPU tensor on the buffer of an XLA tensor; one without a buffer would abort the process here."""
+    alias: torch.Tensor = torch_dlpack.from_dlpack(xla_dlpack.to_dlpack(executed))
+    return alias
