@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 
@@ -89,6 +90,29 @@ def test_summary(clock, tmp_path):
     assert (summary.world_size, summary.device, summary.graphs_compiled) == (1, "cpu", 0)
     summary.write(tmp_path / "out" / "results.json")
     assert json.loads((tmp_path / "out" / "results.json").read_text())["final_loss"] == -120.0
+
+
+def test_summary_of_a_run_that_diverged_is_still_json(clock, tmp_path):
+    with xla.init("cpu") as world:
+        log, _, _ = run(clock, world, 3)
+        summary = dataclasses.replace(log.summary(2), final_loss=float("nan"))
+    summary.write(tmp_path / "results.json")
+    assert json.loads((tmp_path / "results.json").read_text())["final_loss"] is None
+
+
+def test_an_error_is_not_held_up_by_what_is_pending(monkeypatch):
+    """On a device the pending reports may wait for ranks that are gone."""
+    sink = Memory()
+    with xla.init("cpu") as world:
+        log = RunLog(world, [sink], global_batch=8, start=0, stop=9, log_every=9, stream=io.StringIO())
+        scalar = torch.ones(())
+        with pytest.raises(ZeroDivisionError), log:
+            log.record(0, StepResult(scalar, scalar, scalar, 1e-3))
+            log.record(1, StepResult(scalar, scalar, scalar, 1e-3))
+            monkeypatch.setattr(world, "host_views", lambda tensors: pytest.fail("the device was read"))
+            1 / 0  # noqa: B018
+    assert [step for step, _ in sink.steps] == [0]
+    assert sink.closed
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

@@ -38,8 +38,8 @@ class JsonLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """See `Sink.write`."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        numbers = {name: None if is_no_number(value) else value for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """See `Sink.close`."""
@@ -74,6 +74,11 @@ class TensorBoard:
     def close(self) -> None:
         """See `Sink.close`."""
         self._writer.close()  # type: ignore[no-untyped-call]
+
+
+def is_no_number(value: object) -> bool:
+    """Tells NaN and the infinities, which JSON cannot say, from everything else."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _keep_lines_before(path: Path, start: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO, TypeVar
 
-from trn_dist.training.metrics import JsonLines, Sink, TensorBoard
+from trn_dist.training.metrics import JsonLines, Sink, TensorBoard, is_no_number
 from trn_dist.training.step import StepResult
 from trn_dist.xla import World
 from trn_dist.xla.graphs import GraphCount, count_graphs
@@ -72,10 +72,11 @@ class Summary:
         )
 
     def write(self, path: Path) -> None:
-        """Writes the summary as JSON, whole or not at all."""
+        """Writes the summary as JSON, whole or not at all; a loss that is no finite number is null."""
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.unfinished")
-        beside.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        content = {name: None if is_no_number(value) else value for name, value in asdict(self).items()}
+        beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         beside.replace(path)
 
 
@@ -179,7 +180,10 @@ class RunLog:
             print("compiling the graphs of the first step", file=self.stream, flush=True)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            # What is pending may wait for ranks that are gone; it must not keep the error from being seen.
+            self._pending.clear()
         self.close()
 
     def flush(self) -> None:
