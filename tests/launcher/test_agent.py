@@ -1,7 +1,9 @@
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -60,6 +62,29 @@ def test_the_exit_code_is_that_of_the_worker_that_failed(run_agent, ending, code
     done = run_agent(f"import os, sys\n{ending}\n")
     assert done.returncode == code
     assert "Root Cause (first observed failure)" in done.stderr
+
+
+def test_a_signal_reaches_the_workers_and_the_exit_code(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import pathlib, signal, sys, time\n"
+        "def leave(*_):\n    pathlib.Path(sys.argv[1], 'left').touch()\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "pathlib.Path(sys.argv[1], 'ready').touch()\n"
+        "time.sleep(100)\n"
+    )
+    command = [sys.executable, "-m", "trn_dist.launcher.agent", "--processes", "1", "--rdzv_endpoint", "localhost:0"]
+    with subprocess.Popen(
+        [*command, "--rdzv_backend", "c10d", "--nnodes", "1", str(script), str(tmp_path)],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while not (tmp_path / "ready").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    assert (tmp_path / "left").exists()
 
 
 def test_a_python_without_torch_is_named(tmp_path):

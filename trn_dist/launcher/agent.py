@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs torchrun in this process.
 
     Returns:
-        0, or the exit code of the first worker that failed; 128 + N where signal N ended it, as shells say it.
+        0, or the exit code of the first worker that failed; 128 + N where signal N ended it, or this agent, as shells
+        say it.
 
     Raises:
         MissingDependencyError: this Python has no torch.
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, torchrun_arguments = _split(arguments)
     try:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
     except ModuleNotFoundError as error:
@@ -46,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error.format_msg(), file=sys.stderr, flush=True)  # type: ignore[no-untyped-call]
         code = error.get_first_failure()[1].exitcode
         return code if code >= 0 else 128 - code
+    except SignalException as stopped:
+        # torchrun has passed the signal on and waited for the workers to leave.
+        return 128 + stopped.sigval
     return 0
 
 
