@@ -21,10 +21,12 @@ PYTHON = ["--python", WORKER_PYTHON] if WORKER_PYTHON else []
 WORKER = """
 import json, os, pathlib, sys
 rank = int(os.environ["RANK"])
-seen = {"arguments": sys.argv[2:], "size": os.environ["WORLD_SIZE"], "flags": os.environ.get("FLAGS")}
-(pathlib.Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(seen))
-if "fail" in sys.argv and rank == 1:
+seen = {"arguments": sys.argv[1:], "size": os.environ["WORLD_SIZE"], "flags": os.environ.get("FLAGS")}
+pathlib.Path(f"{rank}.json").write_text(json.dumps(seen))
+restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+if rank == 1 and ("fail" in sys.argv or ("fail-once" in sys.argv and restarts == "0")):
     sys.exit(78)
+pathlib.Path(f"{rank}.restarts").write_text(restarts)
 """
 
 
@@ -96,17 +98,15 @@ def test_defaults_from_a_torchxconfig(torchx, tmp_path):
 @needs_torch
 @pytest.mark.parametrize(("layout", "size"), [("1x2", 2), ("2x1", 2)])
 def test_a_real_run(torchx, tmp_path, layout, size):
-    arguments = ["--a=1", "b c", "$HOME", "$$", "*", "'", '"', "ä"]
+    arguments = ["--", "--a=1", "b c", "$HOME", "$$", "*", "'", '"', "ä"]
     component = ["trn_dist.components:ddp", "-j", layout, "--script", "worker.py", "--rdzv_port", "0"]
     if layout == "2x1":
         component[-1] = str(free_port())
-    done = torchx(
-        "run", "-s", "local_cwd", *component, *PYTHON, "--env", "FLAGS=--x=1 --y=2,A=b", "--", tmp_path, *arguments
-    )
+    done = torchx("run", "-s", "local_cwd", *component, *PYTHON, "--env", "FLAGS=--x=1 $$ $HOME,A=b", "--", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(size):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert seen == {"arguments": arguments, "size": str(size), "flags": "--x=1 --y=2"}
+        assert seen == {"arguments": arguments, "size": str(size), "flags": "--x=1 $$ $HOME"}
 
 
 def free_port():
@@ -119,11 +119,19 @@ def free_port():
 
 
 @needs_torch
-def test_a_failing_worker_fails_the_job(torchx, tmp_path):
+def test_a_failing_worker_fails_the_job(torchx):
     component = ["trn_dist.ddp", "-j", "1x2", "--script", "worker.py", *PYTHON]
-    done = torchx("run", "-s", "local_cwd", *component, "--", tmp_path, "fail")
+    done = torchx("run", "-s", "local_cwd", *component, "--", "fail")
     assert done.returncode != 0
     assert "exitcode  : 78" in done.stdout + done.stderr
+
+
+@needs_torch
+def test_workers_are_started_again(torchx, tmp_path):
+    component = ["trn_dist.ddp", "-j", "1x2", "--script", "worker.py", "--max_restarts", "1", *PYTHON]
+    done = torchx("run", "-s", "local_cwd", *component, "--", "fail-once")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(tmp_path / f"{rank}.restarts").read_text() for rank in range(2)] == ["1", "1"]
 
 
 def test_importing_the_component_is_light():

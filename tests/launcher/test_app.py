@@ -2,7 +2,7 @@ import sys
 from string import Template
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trn_dist.launcher.app as app
@@ -57,12 +57,14 @@ def test_layouts_that_cannot_be(text):
         ('A="it\'s",B=1', {"A": "it's", "B": "1"}),
         ("A=--x='1 2' y", {"A": "--x=1 2 y"}),
         ("A= b , C=d", {"A": "b", "C": "d"}),
+        ("A=it's,B=don't", {"A": "it's", "B": "don't"}),
     ],
 )
 def test_environments(text, environment):
     assert app.parse_environment(text) == environment
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.from_regex(r"[A-Za-z_][A-Za-z0-9_]*", fullmatch=True),
@@ -89,7 +91,7 @@ def test_a_mapping_is_copied():
 
 def test_environment_file(tmp_path):
     path = tmp_path / "job.env"
-    path.write_text("# for the compiler\n\nNEURON_CC_FLAGS=--a=b --c='d, e'\n EMPTY =\n")
+    path.write_text("\ufeff# for the compiler\n\nNEURON_CC_FLAGS=--a=b --c='d, e'\n EMPTY =\n")
     assert app.read_environment_file(str(path)) == {"NEURON_CC_FLAGS": "--a=b --c='d, e'", "EMPTY": ""}
 
 
@@ -136,6 +138,7 @@ def test_role_names_hold_nothing_that_breaks_a_variable(script, module, role):
     assert app.role_name(script, module) == role
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("$ab{}_ "), max_size=12))
 def test_text_without_macros_survives_torchx(text):
     """torchx applies string.Template to each argument, with names that the text here does not hold."""
@@ -153,7 +156,7 @@ def test_one_node_takes_a_free_port_and_this_interpreter():
     assert role.entrypoint == sys.executable
     assert " ".join(role.args) == (
         "-u -m trn_dist.launcher.agent --processes 4 --rdzv_endpoint localhost:0 --rdzv_backend c10d "
-        "--rdzv_id ${app_id} --nnodes 1 --max_restarts 0 --tee 3 --role  examples/train.py --a b c"
+        "--rdzv_id ${app_id} --nnodes 1 --max_restarts 0 --tee 3 --role  -- examples/train.py --a b c"
     )
     assert role.args[-2:] == ["--a", "b c"]
     assert (role.resource.cpu, role.resource.memMB, role.max_retries) == (3, 5, 2)
@@ -165,7 +168,7 @@ def test_several_nodes_meet_at_the_first():
     assert (role.num_replicas, role.min_replicas, role.entrypoint) == (4, 2, "python")
     assert " ".join(role.args) == (
         "-u -m trn_dist.launcher.agent --processes 32 --rank0_env ${rank0_env} --rdzv_port 1234 --rdzv_backend static "
-        "--rdzv_id ${app_id} --nnodes 2:4 --max_restarts 0 --tee 3 --role  --node_rank ${replica_id} -m pkg.train"
+        "--rdzv_id ${app_id} --nnodes 2:4 --max_restarts 0 --tee 3 --role  --node_rank ${replica_id} -m -- pkg.train"
     )
     assert role.port_map == {"c10d": 1234}
 

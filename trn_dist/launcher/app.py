@@ -17,7 +17,8 @@ from trn_dist.launcher.macros import keep_dollars
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A pair starts at the beginning or behind a comma or semicolon; anything else belongs to the value before it.
 _PAIR = re.compile(r"(?:^|[,;])\s*([A-Za-z_][A-Za-z0-9_]*)=")
-_QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
+# Quotes open where a value or a word of it does, so that an apostrophe within a word is none.
+_QUOTED = re.compile(r"""(?<![^\s=,;])(?:'[^']*'|"[^"]*")""")
 
 DEBUG_ENVIRONMENT = {
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
@@ -101,7 +102,7 @@ def read_environment_file(path: str) -> dict[str, str]:
         ConfigError: the file is not there, or a line is of another form; the message names it.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the environment file {path} cannot be read: {error}") from error
     environment = {}
@@ -180,7 +181,8 @@ def make_ddp(
     arguments += ["--max_restarts", str(max_restarts), "--tee", str(tee), "--role", ""]
     if layout.nodes > 1 and rdzv_backend == "static":
         arguments += ["--node_rank", specs.macros.replica_id]
-    arguments += [script] if script is not None else ["-m", str(module)]
+    # torchrun's parser drops the first `--` that it meets; this one is given up so that the script keeps its own.
+    arguments += ["--", script] if script is not None else ["-m", "--", str(module)]
     role = specs.Role(
         name=role_name(script, module),
         image=image,
