@@ -41,6 +41,8 @@ def test_unknown_names_get_a_hint():
         ({"vocab_size": 0}, "BertConfig.vocab_size must be at least 1, not 0"),
         ({"num_layers": -1}, "BertConfig.num_layers must be at least 1, not -1"),
         ({"dropout": 1.0}, "BertConfig.dropout must be at least 0 and below 1, not 1.0"),
+        ({"layer_norm_eps": 0.0}, "BertConfig.layer_norm_eps must be positive, not 0.0"),
+        ({"initializer_range": -1.0}, "BertConfig.initializer_range must be positive, not -1.0"),
         ({"attention_dropout": -0.1}, "BertConfig.attention_dropout must be at least 0 and below 1, not -0.1"),
     ],
 )

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -104,13 +106,56 @@ def test_weights_that_are_missing_or_unknown_are_named(config, theirs):
         to_huggingface({}, config)
 
 
-def test_another_vocabulary_is_named(theirs, config):
-    other = BertConfig.named("tiny", vocab_size=300)
-    with pytest.raises(ConfigError, match=r"word_embeddings\.weight has 203 rows, .* a vocabulary of 300"):
-        from_huggingface(theirs.state_dict(), other)
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("bert.pooler.dense.weight", (3, 3), r"\(3, 3\), the configuration asks for \(128, 128\)"),
+        ("bert.encoder.layer.1.attention.self.key.bias", (4,), r"\(4,\), the configuration asks for \(128,\)"),
+        ("cls.predictions.bias", (208,), r"\(208,\), the configuration asks for \(203,\)"),
+    ],
+)
+def test_weights_of_another_shape_are_named(config, theirs, name, shape, message):
+    with pytest.raises(ConfigError, match=f"{re.escape(name)} has the shape {message}"):
+        from_huggingface({**theirs.state_dict(), name: torch.ones(shape)}, config)
+
+
+def test_a_model_of_another_size_is_not_exported(config):
+    state = BertForPreTraining(config).state_dict()
+    with pytest.raises(ConfigError, match=r"embeddings\.word\.weight has the shape \(208, 128\), .* \(104, 128\)"):
+        to_huggingface(state, BertConfig.named("tiny", vocab_size=100))
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_decoders_that_are_not_tied_are_refused(config, theirs, part):
+    state = dict(theirs.state_dict())
+    state[f"cls.predictions.decoder.{part}"] = state[f"cls.predictions.decoder.{part}"] + 1.0
+    with pytest.raises(
+        ConfigError, match=rf"cls\.predictions\.decoder\.{part} is not .* only models whose decoder is tied"
+    ):
+        from_huggingface(state, config)
 
 
 def test_configurations_both_ways(config, theirs):
     assert config_from_huggingface(theirs.config.to_dict()) == config
-    with pytest.raises(ConfigError, match="hidden_act = 'relu'; only 'gelu' is supported"):
-        config_from_huggingface({**config_to_huggingface(config), "hidden_act": "relu"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act = 'relu'; only 'gelu' is supported"),
+        ({"model_type": "roberta"}, "model_type = 'roberta'; only 'bert' is supported"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'; only 'absolute'"),
+        ({"is_decoder": True}, "is_decoder = True; only False is supported"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings = False; only True is supported"),
+    ],
+)
+def test_models_that_are_not_plain_bert_are_refused(config, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_huggingface({**config_to_huggingface(config), **changes})
+
+
+def test_configurations_that_lack_a_size(config):
+    fields = config_to_huggingface(config)
+    del fields["hidden_size"], fields["vocab_size"]
+    with pytest.raises(ConfigError, match="the Hugging Face configuration lacks hidden_size, vocab_size"):
+        config_from_huggingface(fields)

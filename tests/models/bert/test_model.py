@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import trn_dist.xla as xla
+from trn_dist.errors import ConfigError
 from trn_dist.models.bert import BertConfig, BertForPreTraining, pretraining_losses
 from trn_dist.xla.graphs import count_graphs
 
@@ -42,6 +43,13 @@ def test_the_initial_loss_is_that_of_guessing(config, make_batch):
     """ln V for the masked words and ln 2 for the next sentence; the initial scores are nearly equal."""
     loss = loss_of(BertForPreTraining(config), make_batch(batch=32))
     assert loss.item() == pytest.approx(math.log(config.vocab_size) + math.log(2), abs=0.1)
+
+
+def test_sequences_that_are_too_long():
+    model = BertForPreTraining(BertConfig.named("debug", max_position_embeddings=8))
+    tokens = torch.ones(1, 9, dtype=torch.int32)
+    with pytest.raises(ConfigError, match="sequences of 9 tokens do not fit a model with max_position_embeddings 8"):
+        model(tokens, tokens, tokens, tokens[:, :1])
 
 
 def test_padding_does_not_change_the_tokens(config, make_batch):

@@ -38,7 +38,8 @@ class BertConfig:
         initializer_range: standard deviation of the initial weights.
 
     Raises:
-        ConfigError: a size is not positive, the heads do not divide the width, or a rate is not in [0, 1).
+        ConfigError: a size is not positive, the heads do not divide the width, a dropout rate is not in [0, 1), or
+            `layer_norm_eps` or `initializer_range` is not positive.
     """
 
     vocab_size: int = 30522
@@ -61,6 +62,9 @@ class BertConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"BertConfig.{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        for name in ("layer_norm_eps", "initializer_range"):
+            if not getattr(self, name) > 0.0:
+                raise ConfigError(f"BertConfig.{name} must be positive, not {getattr(self, name)}")
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"BertConfig.num_heads ({self.num_heads}) must divide hidden_size ({self.hidden_size}): "

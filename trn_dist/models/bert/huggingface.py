@@ -9,6 +9,7 @@ import torch
 
 from trn_dist.errors import ConfigError
 from trn_dist.models.bert.config import BertConfig
+from trn_dist.models.bert.model import BertForPreTraining
 
 # Ours to theirs. The query, key and value of a layer are one matrix here and three there.
 _NAMES = {
@@ -50,22 +51,25 @@ def from_huggingface(state_dict: Mapping[str, torch.Tensor], config: BertConfig)
         New tensors by our names; the vocabulary's padding is zero.
 
     Raises:
-        ConfigError: a weight is missing, unknown or of another shape; the message names it.
+        ConfigError: a weight is missing, unknown or of another shape, or the decoder is not tied to the word embedding;
+            the message names it.
     """
-    pairs = _pairs(config)
+    pairs, shapes = _pairs(config), _our_shapes(config)
     known = {theirs for _, theirs in pairs} | _REDUNDANT.keys()
     _refuse_difference(state_dict.keys() - known, "are unknown to BertForPreTraining")
     _refuse_difference({theirs for _, theirs in pairs} - state_dict.keys(), "are missing")
+    for name, theirs in pairs:
+        _refuse_shape(theirs, state_dict[theirs], _their_shape(name, shapes[name], config))
+    for copy, source in _REDUNDANT.items():
+        if source and copy in state_dict and not torch.equal(state_dict[copy], state_dict[source]):
+            raise ConfigError(
+                f"{copy} is not {source}: only models whose decoder is tied to the embedding are supported"
+            )
     ours: dict[str, list[torch.Tensor]] = {}
     for name, theirs in pairs:
         ours.setdefault(name, []).append(state_dict[theirs].detach())
     merged = {name: torch.cat(parts) for name, parts in ours.items()}
     for name in _WITH_VOCABULARY:
-        if len(merged[name]) != config.vocab_size:
-            raise ConfigError(
-                f"{dict(pairs)[name]} has {len(merged[name])} rows, the configuration a vocabulary of "
-                f"{config.vocab_size}"
-            )
         padding = torch.zeros(config.padded_vocab_size - config.vocab_size, *merged[name].shape[1:])
         merged[name] = torch.cat([merged[name], padding.to(merged[name])])
     return merged
@@ -82,14 +86,15 @@ def to_huggingface(state_dict: Mapping[str, torch.Tensor], config: BertConfig) -
         New tensors by their names, the tied decoder's included, without the vocabulary's padding.
 
     Raises:
-        ConfigError: a weight is missing or unknown; the message names it.
+        ConfigError: a weight is missing, unknown or of another shape; the message names it.
     """
-    pairs = _pairs(config)
+    pairs, shapes = _pairs(config), _our_shapes(config)
     _refuse_difference(state_dict.keys() - {name for name, _ in pairs}, "are unknown to our BertForPreTraining")
     _refuse_difference({name for name, _ in pairs} - state_dict.keys(), "are missing")
     theirs: dict[str, torch.Tensor] = {}
     for name, their_name in pairs:
         value = state_dict[name].detach()
+        _refuse_shape(name, value, shapes[name])
         if name in _WITH_VOCABULARY:
             value = value[: config.vocab_size]
         if ".qkv." in name:
@@ -106,13 +111,15 @@ def config_from_huggingface(config: Mapping[str, Any]) -> BertConfig:
     """Returns our configuration for the `config.json` of a BERT model (as a dict).
 
     Raises:
-        ConfigError: the model is not a plain BERT encoder, such as one with another activation.
+        ConfigError: a size is missing, or the model is not a plain BERT encoder, such as one with another activation.
     """
-    for key, plain in (("hidden_act", "gelu"), ("position_embedding_type", "absolute"), ("is_decoder", False)):
+    for key, plain in _PLAIN.items():
         if config.get(key, plain) != plain:
             raise ConfigError(
                 f"the Hugging Face configuration has {key} = {config[key]!r}; only {plain!r} is supported"
             )
+    if missing := sorted(set(_CONFIG_NAMES.values()) - config.keys()):
+        raise ConfigError(f"the Hugging Face configuration lacks {', '.join(missing)}")
     return BertConfig(**{ours: config[theirs] for ours, theirs in _CONFIG_NAMES.items()})
 
 
@@ -127,6 +134,14 @@ def config_to_huggingface(config: BertConfig) -> dict[str, Any]:
     }
 
 
+# What a plain BERT encoder has; a configuration that leaves one out means the same.
+_PLAIN = {
+    "model_type": "bert",
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "tie_word_embeddings": True,
+}
 _CONFIG_NAMES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -155,6 +170,23 @@ def _pairs(config: BertConfig) -> list[tuple[str, str]]:
             pairs += [(f"{ours_at}.qkv.{suffix}", f"{theirs_at}.attention.self.{part}.{suffix}") for part in _QKV]
             pairs += [(f"{ours_at}.{a}.{suffix}", f"{theirs_at}.{b}.{suffix}") for a, b in _LAYER_NAMES.items()]
     return pairs
+
+
+def _our_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):  # neither memory nor random numbers
+        return {name: tuple(tensor.shape) for name, tensor in BertForPreTraining(config).state_dict().items()}
+
+
+def _their_shape(name: str, shape: tuple[int, ...], config: BertConfig) -> tuple[int, ...]:
+    """Returns the shape that their part of our weight has."""
+    if name in _WITH_VOCABULARY:
+        return (config.vocab_size, *shape[1:])
+    return (shape[0] // 3, *shape[1:]) if ".qkv." in name else shape
+
+
+def _refuse_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ConfigError(f"{name} has the shape {tuple(tensor.shape)}, the configuration asks for {shape}")
 
 
 def _refuse_difference(names: set[str], what: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
+from trn_dist.errors import ConfigError
 from trn_dist.models.bert.config import BertConfig
 
 # Added to the attention scores of padding. exp(-10000) is 0 in every dtype, and the sum stays finite in bf16.
@@ -79,7 +80,15 @@ class BertForPreTraining(nn.Module):
 
         Returns:
             [B, S, H] in the dtype of the weights.
+
+        Raises:
+            ConfigError: the sequence is longer than the model has positions.
         """
+        if input_ids.shape[1] > self.config.max_position_embeddings:
+            raise ConfigError(
+                f"sequences of {input_ids.shape[1]} tokens do not fit a model with max_position_embeddings "
+                f"{self.config.max_position_embeddings}: use shorter sequences or a larger model"
+            )
         hidden_BSH: torch.Tensor = self.embeddings(input_ids, segment_ids)
         bias_B11S = ((1.0 - input_mask.to(hidden_BSH.dtype)) * _MASKED)[:, None, None, :]
         for layer in self.layers:
@@ -100,6 +109,9 @@ class BertForPreTraining(nn.Module):
             input_mask: see `encode`.
             segment_ids: see `encode`.
             masked_lm_positions: [B, P] positions to predict; unused places may hold any position.
+
+        Raises:
+            ConfigError: see `encode`.
         """
         hidden_BSH = self.encode(input_ids, input_mask, segment_ids)
         index_BPH = masked_lm_positions.long()[:, :, None].expand(-1, -1, hidden_BSH.shape[-1])
