@@ -66,7 +66,11 @@ EXPECTED = {
         "--nnodes', *'2:4'|'2:4'",
         r"rank 0 of 2: \['--name', 'from Python'\] hello|SUCCEEDED",
     ],
-    "training": [r"step 30/30  loss 0\.\d+", r"\[0\]:step 30/30  loss 0\.\d+"],
+    "training": [
+        r"step 30/30  loss 0\.\d+",
+        r"\[0\]:step 30/30  loss 0\.\d+",
+        r"input batch was float32\[3,4\] and is float32\[2,4\]",
+    ],
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import trn_dist
 from trn_dist import cli
-from trn_dist.errors import ConfigError, DataError, MissingDependencyError, TrnDistError, exit_code_of
+from trn_dist.errors import ConfigError, DataError, MissingDependencyError, RecompileError, TrnDistError, exit_code_of
 
 PACKAGE = Path(trn_dist.__file__).parent
 HEAVY = {"torch", "torch_xla", "torchx", "kubernetes", "h5py", "numpy", "tokenizers", "transformers", "safetensors"}
@@ -81,7 +81,8 @@ def test_every_room_has_its_arrows():
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(TrnDistError, 1), (ConfigError, 78), (DataError, 78), (MissingDependencyError, 78)]
+    ("error", "code"),
+    [(TrnDistError, 1), (ConfigError, 78), (RecompileError, 78), (DataError, 78), (MissingDependencyError, 78)],
 )
 def test_exit_codes(capsys, error, code):
     def main():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trn_dist.errors import ConfigError as ConfigError
     from trn_dist.errors import DataError as DataError
     from trn_dist.errors import MissingDependencyError as MissingDependencyError
+    from trn_dist.errors import RecompileError as RecompileError
     from trn_dist.errors import TrnDistError as TrnDistError
     from trn_dist.errors import WorldError as WorldError
     from trn_dist.xla import World as World
@@ -22,6 +23,7 @@ _HOMES = {
     "ConfigError": "trn_dist.errors",
     "DataError": "trn_dist.errors",
     "MissingDependencyError": "trn_dist.errors",
+    "RecompileError": "trn_dist.errors",
     "TrnDistError": "trn_dist.errors",
     "World": "trn_dist.xla",
     "WorldError": "trn_dist.errors",

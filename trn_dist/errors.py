@@ -40,6 +40,10 @@ class WorldError(TrnDistError):
     """The processes of a job do not form the world that the launcher announced."""
 
 
+class RecompileError(ConfigError):
+    """A step made a graph that no step before it had made; a restart would come to the same point again."""
+
+
 class CheckpointError(TrnDistError):
     """A checkpoint is missing, incomplete, damaged or belongs to another run."""
 

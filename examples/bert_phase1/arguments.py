@@ -42,6 +42,7 @@ def parse_arguments(argv=None):
     add("--resume_step", type=int, default=-1, help="step to resume from; -1: the newest")
     add("--phase2", action="store_true", help="take the weights alone from --resume_ckpt_path and start at step 0")
     add("--log_every", type=int, default=10, help="steps between progress lines")
+    add("--new_graphs", default="raise", choices=("raise", "warn", "allow"), help="what a recompile after step 2 does")
     add("--print_grad_norm", action="store_true")
     add("--expected_average_throughput", type=float, default=0.0, help="fail below 95 %% of so many sequences/s")
     return parser.parse_args(argv)

@@ -107,9 +107,15 @@ def train(args):
             return world.print(f"nothing to do: the run is at step {start} and ends at step {stop}")
 
         schedule = linear_warmup_linear_decay(args.lr, args.warmup_steps, args.max_steps)
-        accumulation = args.grad_accum_usteps
         train_step = TrainStep(
-            world, loss, optimizer, schedule, accumulation=accumulation, precision=precision, seed=args.seed
+            world,
+            loss,
+            optimizer,
+            schedule,
+            accumulation=args.grad_accum_usteps,
+            precision=precision,
+            seed=args.seed,
+            new_graphs=args.new_graphs,
         )
         options = {"log_every": args.log_every, "print_gradient_norm": args.print_grad_norm}
         with RunLog.in_directory(

@@ -10,7 +10,8 @@ import torch
 from trn_dist.training.optimizers import Optimizer
 from trn_dist.training.precision import Precision
 from trn_dist.training.schedules import Schedule
-from trn_dist.xla import GradientBuckets, World
+from trn_dist.xla import GradientBuckets, GraphGuard, World
+from trn_dist.xla.guard import Action
 from trn_dist.xla.world import derive_seed
 
 Batch = Mapping[str, torch.Tensor]
@@ -53,6 +54,10 @@ class TrainStep:
         precision: under which the loss is computed.
         seed: of the run.
         bucket_mb: capacity of a gradient bucket in MiB.
+        new_graphs: what a step that makes a new graph after the first two does: `raise`, `warn` or `allow`.
+
+    Attributes:
+        guard: the graph guard; its `expect_graphs` is for an evaluation between the steps.
     """
 
     def __init__(
@@ -67,11 +72,13 @@ class TrainStep:
         precision: Precision,
         seed: int = 0,
         bucket_mb: float = 50.0,
+        new_graphs: Action = "raise",
     ) -> None:
         self.world, self.loss, self.optimizer, self.schedule = world, loss, optimizer, schedule
         self.accumulation, self.max_gradient_norm = accumulation, max_gradient_norm
         self.precision, self.seed = precision, seed
         self.buckets = GradientBuckets(optimizer.parameters.items(), bucket_mb=bucket_mb, num_scalars=1)
+        self.guard = GraphGuard(world, self._take, action=new_graphs)
         self._start_over()
         world.sync()
 
@@ -81,9 +88,15 @@ class TrainStep:
         Args:
             step: index of the step over the whole run, not over this process's life.
             micro_batches: tensors on the host or the device, of the same shapes at every call.
+
+        Raises:
+            RecompileError: the step makes a graph that those before it did not; see `GraphGuard`.
         """
         if len(micro_batches) != self.accumulation:
             raise ValueError(f"a step takes {self.accumulation} micro-batches, not {len(micro_batches)}")
+        return self.guard(step, micro_batches)
+
+    def _take(self, step: int, micro_batches: Sequence[Batch]) -> StepResult:
         self._accumulate(step, micro_batches)
         (loss,) = self.buckets.all_reduce(self.world)
         norm = self.buckets.clip(self.max_gradient_norm)

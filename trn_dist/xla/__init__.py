@@ -4,7 +4,18 @@
 native backend works without it.
 """
 
+from trn_dist.errors import RecompileError
 from trn_dist.xla.gradients import GradientBuckets
+from trn_dist.xla.guard import GraphGuard, RecompileWarning
 from trn_dist.xla.world import DEVICES, World, init, resolve_device
 
-__all__ = ["DEVICES", "GradientBuckets", "World", "init", "resolve_device"]
+__all__ = [
+    "DEVICES",
+    "GradientBuckets",
+    "GraphGuard",
+    "RecompileError",
+    "RecompileWarning",
+    "World",
+    "init",
+    "resolve_device",
+]

@@ -16,8 +16,9 @@ from torch.utils import dlpack as torch_dlpack
 from torch_xla.utils import dlpack as xla_dlpack
 
 from trn_dist.errors import ConfigError, WorldError
+from trn_dist.xla.compile_log import CompileLog
 from trn_dist.xla.place import Place
-from trn_dist.xla.world import ReduceOp, World, reduce_on_host
+from trn_dist.xla.world import EndOfTrace, ReduceOp, World, reduce_on_host
 
 
 class XlaWorld(World):
@@ -25,6 +26,7 @@ class XlaWorld(World):
 
     def _open_device(self, pjrt_device: str) -> None:
         """Starts the PJRT client, and refuses any other device than `pjrt_device`."""
+        self.compile_log = CompileLog()
         self.device = torch_xla.device()
         found = xr.device_type()
         if found != pjrt_device:
@@ -50,6 +52,8 @@ class XlaWorld(World):
 
     def sync(self, *, wait: bool = False) -> None:
         """See `World.sync`."""
+        if self._tracing_only:
+            raise EndOfTrace
         torch_xla.sync(wait=wait)
 
     def seed(self, value: int) -> None:
@@ -71,6 +75,8 @@ class CpuXlaWorld(XlaWorld):
         """See `World.all_reduce_`. Cuts the graph: what the tensors depend on is executed first."""
         if self.size == 1:
             return
+        if self._tracing_only:
+            raise EndOfTrace
         executed = _execute(tensors)
         reduce_on_host([_alias(tensor) for tensor in executed], "sum", self.size, self._host_group)
         for tensor, total in zip(tensors, executed, strict=True):

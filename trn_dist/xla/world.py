@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,11 +27,16 @@ import torch
 import torch.distributed as dist
 
 from trn_dist.errors import ConfigError, MissingDependencyError, WorldError
+from trn_dist.xla.compile_log import CompileLog
 from trn_dist.xla.place import Place
 
 DEVICES = ("auto", "neuron", "cpu-xla", "cpu")
 
 ReduceOp = Literal["sum", "mean"]
+
+
+class EndOfTrace(Exception):  # noqa: N818 - it ends a trace as StopIteration ends a loop
+    """Raised in `World.tracing_only` where the graph under construction would be executed."""
 
 
 class World(ABC):
@@ -43,12 +49,15 @@ class World(ABC):
         size: number of processes of the job.
         local_rank: index of this process on its host.
         local_size: number of processes on this host.
+        compile_log: where in the program graphs were compiled; on an XLA device only.
     """
 
     kind: ClassVar[str]
     device: torch.device
+    compile_log: CompileLog
 
     def __init__(self, place: Place, timeout: timedelta) -> None:
+        self._tracing_only = False
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self._owns_process_group = not dist.is_initialized()
@@ -89,6 +98,15 @@ class World(ABC):
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns CPU tensors with the values of `tensors` at this point, which no later step changes."""
         return [view.clone() for view in self.host_views(tensors)]
+
+    @contextmanager
+    def tracing_only(self) -> Iterator[None]:
+        """In its body the first call that would execute the graph or meet the other ranks raises `EndOfTrace`."""
+        self._tracing_only = True
+        try:
+            yield
+        finally:
+            self._tracing_only = False
 
     # Control plane, over gloo on every device.
 
