@@ -3,8 +3,9 @@
 import argparse
 
 from trn_dist.errors import ConfigError
-from trn_dist.training import Precision
+from trn_dist.training import Precision, Utilization, peak_flops
 from trn_dist.xla import DEVICES
+from trn_dist.xla.profiling import parse_steps
 
 
 def parse_arguments(argv=None):
@@ -43,6 +44,16 @@ def parse_arguments(argv=None):
     add("--phase2", action="store_true", help="take the weights alone from --resume_ckpt_path and start at step 0")
     add("--log_every", type=int, default=10, help="steps between progress lines")
     add("--new_graphs", default="raise", choices=("raise", "warn", "allow"), help="what a recompile after step 2 does")
+    add("--machine", help="such as trn1.32xlarge: its peak is what model FLOPs utilization is measured against")
+    add("--peak_tflops", type=float, help="the peak of one worker, where the machine is not known by name")
+    add("--hang_timeout", type=float, default=600.0, help="seconds that a step may always take; 0: no watchdog")
+    add(
+        "--profile_steps",
+        type=parse_steps,
+        default=range(0),
+        metavar="A:B",
+        help="profile step A up to, not including, B",
+    )
     add("--print_grad_norm", action="store_true")
     add("--expected_average_throughput", type=float, default=0.0, help="fail below 95 %% of so many sequences/s")
     return parser.parse_args(argv)
@@ -54,3 +65,14 @@ def choose_precision(args):
     if args.enable_fp32 or args.enable_pt_autocast:
         return Precision.named("fp32" if args.enable_fp32 else "autocast")
     return Precision.named("bf16-master" if args.optimizer == "AdamW_FP32ParamsCopy" else "bf16")
+
+
+def choose_utilization(args, config, precision, shards):
+    """What the run's speed is compared with; None where nobody said what the hardware can do."""
+    if args.peak_tflops is None and args.machine is None:
+        return None
+    dtype = "fp32" if precision.name == "fp32" else "bf16"
+    peak = args.peak_tflops * 1e12 if args.peak_tflops is not None else peak_flops(args.machine, dtype)
+    if peak <= 0:
+        raise ConfigError(f"--peak_tflops must be positive, not {args.peak_tflops:g}")
+    return Utilization(config.flops_per_sequence(shards.seq_len, shards.max_predictions), peak)

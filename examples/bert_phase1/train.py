@@ -7,9 +7,10 @@ has the flags, docs/bert.md what became of each flag of the published tutorial's
 import os
 import sys
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 
-from arguments import choose_precision, parse_arguments
+from arguments import choose_precision, choose_utilization, parse_arguments
 
 from trn_dist import __version__, xla
 from trn_dist.data.loader import PREDICTIONS_PER_BATCH, BatchLoader, BatchShape
@@ -23,9 +24,11 @@ from trn_dist.training import (
     RunLog,
     TrainingState,
     TrainStep,
+    Watchdog,
     fit,
     linear_warmup_linear_decay,
 )
+from trn_dist.xla.profiling import StepProfile, neuron_profile_environment
 
 OPTIMIZERS = {"AdamW": AdamW, "AdamW_FP32OptimParams": AdamW, "AdamW_FP32ParamsCopy": AdamW, "LAMB": Lamb}
 
@@ -60,6 +63,8 @@ def train(args):
     device = xla.resolve_device(args.device)
     if device == "neuron":
         os.environ.update(precision.neuron_environment(os.environ))
+        if args.profile_steps:
+            os.environ.update(neuron_profile_environment(os.environ, output / "profiles"))
     with xla.init(device) as world:
         shards = open_shards(args)
         changes = {"dropout": 0.0, "attention_dropout": 0.0} if args.disable_dropout else {}
@@ -117,11 +122,22 @@ def train(args):
             seed=args.seed,
             new_graphs=args.new_graphs,
         )
-        options = {"log_every": args.log_every, "print_gradient_norm": args.print_grad_norm}
-        with RunLog.in_directory(
-            output, world, global_batch=shape.global_batch, start=start, stop=stop, **options
-        ) as log:
-            fit(train_step, state, loader.steps(start, stop), log, store, save_every=args.steps_per_ckpt)
+        log = RunLog.in_directory(
+            output,
+            world,
+            global_batch=shape.global_batch,
+            start=start,
+            stop=stop,
+            log_every=args.log_every,
+            print_gradient_norm=args.print_grad_norm,
+            utilization=choose_utilization(args, config, precision, shards),
+            restored=state.restored_seconds,
+        )
+        watchdog = Watchdog(world, log.clock, output / "stacks", minimum=args.hang_timeout or inf)
+        profile = StepProfile(world, output / "profiles", args.profile_steps)
+        with log, watchdog, profile:
+            batches = loader.steps(start, stop)
+            fit(train_step, state, batches, log, store, save_every=args.steps_per_ckpt, profile=profile)
         summary = log.summary(state.step - 1)
         if world.rank == 0:
             summary.write(output / args.metrics_file)

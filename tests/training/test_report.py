@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import trn_dist.xla as xla
-from trn_dist.training import report as report_module
-from trn_dist.training.report import RunLog, format_duration
+from trn_dist.training import Utilization
+from trn_dist.training import phases as phases_module
+from trn_dist.training.report import RunLog
 from trn_dist.training.step import StepResult
+from trn_dist.training.summary import format_duration
 
 
 class Memory:
@@ -31,7 +33,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(report_module, "time", clock)
+    monkeypatch.setattr(phases_module, "time", clock)
     return clock
 
 
@@ -136,7 +138,44 @@ def test_time_that_the_run_waits(clock):
         assert list(log.waiting_for_input(slow_batches())) == ["a", "b"]
         with log.saving():
             clock.now += 5.0
-    assert (log.input_seconds, log.checkpoint_seconds) == (6.0, 5.0)
+        wall_time = log.wall_time()
+    assert (wall_time["input"], wall_time["checkpoint"]) == (6.0, 5.0)
+
+
+def test_utilization_is_in_the_summary_with_all_it_is_computed_from(clock, tmp_path):
+    with xla.init("cpu") as world:
+        log, _, _ = run(clock, world, 30, utilization=Utilization(flops_per_sequence=3e9, peak_flops=96e9))
+        summary = log.summary(29)
+    summary.write(tmp_path / "results.json")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["mfu"] == pytest.approx(3e9 * 16.0 / (1 * 96e9))  # 16 sequences a second
+    assert (results["flops_per_sequence"], results["peak_flops"]) == (3e9, 96e9)
+    assert results["mfu_formula"] == "flops_per_sequence * sequences_per_second / (world_size * peak_flops)"
+    assert "50.0 % of the peak FLOPs" in str(summary)
+
+
+def test_the_wall_time_adds_up(clock, tmp_path):
+    """Twenty seconds of the first two steps, five of the others, ten of checkpoints: nothing is counted twice."""
+    with xla.init("cpu") as world:
+        log = RunLog(world, [], global_batch=8, start=0, stop=12, stream=io.StringIO(), restored=0.0)
+        scalar = torch.ones(())
+        for step in range(12):
+            for _ in log.waiting_for_input([None]):
+                clock.now += 1.0
+            clock.now += 9.0 if step < 2 else 0.5
+            log.record(step, StepResult(scalar, scalar, scalar, 1e-3))
+            if step in (5, 11):
+                with log.saving():
+                    clock.now += 5.0
+        log.close()
+        wall_time = log.wall_time()
+        summary = log.summary(11)
+    assert wall_time["step"] + wall_time["input"] == pytest.approx(2 * 10 + 10 * 1.5)
+    assert wall_time["checkpoint"] == 10.0
+    assert wall_time["rendezvous"] > 0
+    assert summary.wall_time == pytest.approx(wall_time)
+    assert 0 < summary.goodput < 1
+    assert "checkpoint" in str(summary).splitlines()[2]
 
 
 @pytest.mark.parametrize(

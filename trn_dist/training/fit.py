@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -11,30 +12,34 @@ import torch
 from trn_dist.training.checkpoint import CheckpointStore
 from trn_dist.training.report import RunLog
 from trn_dist.training.state import TrainingState
-from trn_dist.training.step import Batch, TrainStep
+from trn_dist.training.step import Batch, StepResult
 from trn_dist.training.stop import SIGTERM_EXIT_CODE, StopRequest
+from trn_dist.xla.profiling import StepProfile
 
 HostBatch = dict[str, npt.NDArray[np.generic]]
 
 
 def fit(
-    train_step: TrainStep,
+    train_step: Callable[[int, Sequence[Batch]], StepResult],
     state: TrainingState,
     batches: Iterable[Sequence[HostBatch]],
     log: RunLog,
     store: CheckpointStore,
     *,
     save_every: int,
+    profile: StepProfile | None = None,
 ) -> None:
     """Takes a step for each element of `batches`; saves along the way, at the end, and when a SIGTERM asks to leave.
 
     Args:
-        train_step: takes one step.
+        train_step: takes one step, given its index and this worker's micro-batches; a `TrainStep`, or anything that
+            returns a `StepResult`.
         state: its `step` is where the run stands; it rises by one a step.
         batches: for each step this worker's micro-batches, as numpy arrays.
         log: takes what each step reports.
         store: of the run's checkpoints; they are written in the background, and the last one is whole at the return.
         save_every: steps between checkpoints.
+        profile: records some of the steps.
 
     Raises:
         CheckpointError: a checkpoint could not be written.
@@ -43,7 +48,9 @@ def fit(
     saved, leave = state.step, False
     with StopRequest() as stop:
         for micro_batches in log.waiting_for_input(batches):
-            log.record(state.step, train_step(state.step, [_tensors(batch) for batch in micro_batches]))
+            with profile.step(state.step) if profile else nullcontext():
+                result = train_step(state.step, [_tensors(batch) for batch in micro_batches])
+            log.record(state.step, result)
             state.step += 1
             leave = stop.requested and state.world.rank == 0
             if leave or state.step % save_every == 0:
@@ -62,6 +69,8 @@ def fit(
 
 def _save(state: TrainingState, store: CheckpointStore, log: RunLog) -> int:
     """Starts a checkpoint and returns its step."""
+    # What was reported so far goes to the sinks first: a run that resumes here reports the steps behind it only.
+    log.deliver()
     with log.saving():
         state.save(store)
     return state.step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -31,12 +32,14 @@ class TrainingState:
 
     Attributes:
         step: number of steps taken.
+        restored_seconds: how long `resume` took.
     """
 
     def __init__(self, world: World, model: torch.nn.Module, optimizer: Optimizer, identity: Mapping[str, Any]) -> None:
         self.world, self.model, self.optimizer = world, model, optimizer
         self.identity = dict(identity)
         self.step = 0
+        self.restored_seconds = 0.0
 
     def save(self, store: CheckpointStore) -> None:
         """Starts to save a checkpoint of this step from rank 0, in the background; the other ranks go on at once.
@@ -73,6 +76,7 @@ class TrainingState:
             CheckpointError: the checkpoint is damaged or missing, or this rank does not see what rank 0 sees.
             ConfigError: it belongs to a run with another identity.
         """
+        begin = time.perf_counter()
         # Rank 0 chooses, so that no two ranks resume from different steps.
         chosen: tuple[int | None, str] = (step, "")
         checkpoint: Checkpoint | None = None
@@ -88,6 +92,7 @@ class TrainingState:
         if chosen_step is None:
             return False
         self._restore(checkpoint or store.load(chosen_step))
+        self.restored_seconds = time.perf_counter() - begin
         return True
 
     def load_weights(self, store: CheckpointStore, *, step: int | None = None) -> None:

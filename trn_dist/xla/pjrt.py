@@ -18,7 +18,7 @@ from torch_xla.utils import dlpack as xla_dlpack
 from trn_dist.errors import ConfigError, WorldError
 from trn_dist.xla.compile_log import CompileLog
 from trn_dist.xla.place import Place
-from trn_dist.xla.world import EndOfTrace, ReduceOp, World, reduce_on_host
+from trn_dist.xla.world import EndOfTrace, ReduceOp, World
 
 
 class XlaWorld(World):
@@ -78,7 +78,7 @@ class CpuXlaWorld(XlaWorld):
         if self._tracing_only:
             raise EndOfTrace
         executed = _execute(tensors)
-        reduce_on_host([_alias(tensor) for tensor in executed], "sum", self.size, self._host_group)
+        self._reduce_on_host([_alias(tensor) for tensor in executed], "sum")
         for tensor, total in zip(tensors, executed, strict=True):
             # Nothing is copied where the tensor owns its buffer; a view hands the result on to its base. The mean is
             # part of the next graph, where it costs no pass of its own.

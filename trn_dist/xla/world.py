@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ class World(ABC):
         size: number of processes of the job.
         local_rank: index of this process on its host.
         local_size: number of processes on this host.
+        joined_seconds: how long it took to join the job, the check of the world included.
+        waited_seconds: time spent so far in reductions on the host, the wait for the other ranks included.
         compile_log: where in the program graphs were compiled; on an XLA device only.
     """
 
@@ -58,6 +61,7 @@ class World(ABC):
 
     def __init__(self, place: Place, timeout: timedelta) -> None:
         self._tracing_only = False
+        self.joined_seconds = self.waited_seconds = 0.0
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self._owns_process_group = not dist.is_initialized()
@@ -169,6 +173,15 @@ class World(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.kind} rank {self.rank} of {self.size} on {self.device}>"
 
+    def _reduce_on_host(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
+        """All-reduces CPU tensors in place over gloo."""
+        begin = time.perf_counter()
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=self._host_group)
+            if op == "mean":
+                tensor.div_(self.size)
+        self.waited_seconds += time.perf_counter() - begin
+
     def _prove(self) -> None:
         """All-reduces known numbers; a world that does not hold together fails here and not in the loss curve."""
         mine = torch.tensor([1.0, self.rank + 1.0, (self.rank + 1.0) ** 2])
@@ -198,7 +211,7 @@ class NativeWorld(World):
 
     def all_reduce_(self, tensors: Sequence[torch.Tensor], op: ReduceOp = "mean") -> None:
         """See `World.all_reduce_`."""
-        reduce_on_host(tensors, op, self.size, self._host_group)
+        self._reduce_on_host(tensors, op)
 
     def sync(self, *, wait: bool = False) -> None:
         """Does nothing: eager work is done when the call returns."""
@@ -227,6 +240,7 @@ def init(device: str = "auto", *, timeout: timedelta = timedelta(minutes=30)) ->
         MissingDependencyError: the packages of the device are not installed.
         WorldError: the self-check found ranks that are not joined.
     """
+    begin = time.perf_counter()
     kind = resolve_device(device)
     place = Place.from_environment()
     world: World
@@ -239,6 +253,7 @@ def init(device: str = "auto", *, timeout: timedelta = timedelta(minutes=30)) ->
 
         world = (NeuronWorld if kind == "neuron" else CpuXlaWorld)(place, timeout)
     world._prove()
+    world.joined_seconds = time.perf_counter() - begin
     return world
 
 
@@ -246,14 +261,6 @@ def derive_seed(*parts: object) -> int:
     """Returns a 31-bit seed that depends on all the parts and on nothing else (SHA-256 of their texts)."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
-
-
-def reduce_on_host(tensors: Sequence[torch.Tensor], op: ReduceOp, size: int, group: dist.ProcessGroup | None) -> None:
-    """All-reduces CPU tensors in place over gloo."""
-    for tensor in tensors:
-        dist.all_reduce(tensor, group=group)
-        if op == "mean":
-            tensor.div_(size)
 
 
 def resolve_device(device: str, *, environment: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> str:
