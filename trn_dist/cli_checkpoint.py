@@ -39,7 +39,9 @@ def _list(args: argparse.Namespace) -> int:
         path = store.path(step)
         size = sum(file.stat().st_size for file in path.iterdir())
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        print(f"step {step:>8}  {size / 2**20:10,.1f} MiB  {state['world_size']} workers  {path}")
+        score, best = store.score(step), " (best)" if step == store.best() else ""
+        shown = "" if score is None else f"  score {score:.4f}{best}"
+        print(f"step {step:>8}  {size / 2**20:10,.1f} MiB  {state['world_size']} workers{shown}  {path}")
     return 0
 
 

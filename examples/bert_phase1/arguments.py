@@ -38,6 +38,12 @@ def parse_arguments(argv=None):
     add("--disable_dropout", action="store_true")
     add("--steps_per_ckpt", type=int, default=200, help="steps between checkpoints; there is always one at the end")
     add("--num_ckpts_to_keep", type=int, default=1, help="-1: all")
+    add("--keep_best_ckpt", action="store_true", help="keep the checkpoint with the lowest mean loss beside them")
+    add(
+        "--allow_new_global_batch",
+        action="store_true",
+        help="resume with another global batch, from the next sample on",
+    )
     add("--resume_ckpt", action="store_true", help="fail when there is nothing to resume from")
     add("--resume_ckpt_path", help="folder of checkpoints to start from when output_dir has none")
     add("--resume_step", type=int, default=-1, help="step to resume from; -1: the newest")

@@ -28,6 +28,7 @@ from trn_dist.training import (
     fit,
     linear_warmup_linear_decay,
 )
+from trn_dist.xla.process import code_fingerprint
 from trn_dist.xla.profiling import StepProfile, neuron_profile_environment
 
 OPTIMIZERS = {"AdamW": AdamW, "AdamW_FP32OptimParams": AdamW, "AdamW_FP32ParamsCopy": AdamW, "LAMB": Lamb}
@@ -46,11 +47,12 @@ def resume(args, state, store):
     """Goes on from output_dir, else from the checkpoints that were named, else starts anew; returns from where."""
     step = args.resume_step if args.resume_step >= 0 else None
     named = CheckpointStore(Path(args.resume_ckpt_path)) if args.resume_ckpt_path else None
-    if state.resume(store, step=step if store.steps() else None):
+    may_change = {"global_batch"} if args.allow_new_global_batch else ()
+    if state.resume(store, step=step if store.steps() else None, may_change=may_change):
         return store.path(state.step)
     if named and args.phase2:
         state.load_weights(named, step=step)
-    elif named and state.resume(named, step=step):
+    elif named and state.resume(named, step=step, may_change=may_change):
         return named.path(state.step)
     elif named or args.resume_ckpt:
         raise CheckpointError(f"there is no checkpoint to resume from in {(named or store).directory}")
@@ -87,7 +89,6 @@ def train(args):
             return losses.masked_lm_sum / batch[PREDICTIONS_PER_BATCH] + losses.next_sentence_sum / args.batch_size
 
         shape = BatchShape(args.batch_size, args.grad_accum_usteps, world.rank, world.size)
-        loader = BatchLoader(shards, shape, seed=args.seed, vocab_size=config.vocab_size)
         identity = {
             "model": asdict(config),
             "optimizer": args.optimizer,
@@ -97,10 +98,15 @@ def train(args):
             "data": shards.fingerprint,
         }
         state = TrainingState(world, model, optimizer, identity)
-        store = CheckpointStore(output / "checkpoints", keep=args.num_ckpts_to_keep)
+        store = CheckpointStore(output / "checkpoints", keep=args.num_ckpts_to_keep, keep_best=args.keep_best_ckpt)
         resumed_from = resume(args, state, store)
-        world.require_equal(version=__version__, **(vars(args) | identity), weights=state.fingerprint())
+        world.require_equal(
+            version=__version__, code=code_fingerprint(), **(vars(args) | identity), weights=state.fingerprint()
+        )
 
+        loader = BatchLoader(
+            shards, shape, seed=args.seed, vocab_size=config.vocab_size, sample_offset=state.sample_offset
+        )
         start = state.step
         stop = args.max_steps if args.steps_this_run < 0 else min(args.max_steps, start + args.steps_this_run)
         world.print(

@@ -160,3 +160,12 @@ def test_fewer_samples_than_a_global_batch():
 def test_sizes_must_be_positive(batch_size, accumulation):
     with pytest.raises(ConfigError, match="must be at least 1"):
         BatchShape(batch_size, accumulation)
+
+
+def test_another_global_batch_reads_on_from_where_the_one_before_stopped():
+    """Five steps of 6, then steps of 4 from the same position: no sample twice, none left out."""
+    before = loader([20, 30], BatchShape(3, 2, 0, 1))
+    first = [sample for step in range(5) for batch in before.step(step) for sample in ids(batch)]
+    after = loader([20, 30], BatchShape(4, 1, 0, 1), sample_offset=5 * 6 - 5 * 4)
+    second = [sample for step in range(5, 10) for batch in after.step(step) for sample in ids(batch)]
+    assert sorted(first + second) == list(range(50))

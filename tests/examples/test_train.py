@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trn_dist.data.shards import KEYS, ShardSet, write_shard
 from trn_dist.errors import CheckpointError, ConfigError
 
+TRAIN = Path(__file__).parents[2] / "examples" / "bert_phase1" / "train.py"
 DISAGREE = Path(__file__).parents[1] / "workers" / "disagree.py"
 
 
@@ -199,9 +200,29 @@ def refuse(run_training, *flags, **options):
 
 
 @pytest.mark.slow
-def test_ranks_with_other_settings_are_named_before_the_first_step(run_training):
-    output = refuse(run_training, "--on_rank_1", "--seed", "1", script=DISAGREE)
-    assert "the ranks do not agree on seed: rank 0: 12349; rank 1: 1." in output
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [("--seed", "1", "seed: rank 0: 12349; rank 1: 1."), ("--batch_size", "2", "batch_size: rank 0: 4; rank 1: 2.")],
+)
+def test_ranks_with_other_settings_are_named_before_the_first_step(run_training, flag, value, says):
+    output = refuse(run_training, "--on_rank_1", flag, value, script=DISAGREE)
+    assert f"the ranks do not agree on {says}" in output
+
+
+@pytest.mark.slow
+def test_ranks_with_other_code_are_named_before_the_first_step(run_training, tmp_path):
+    """As when a host still has last week's image."""
+    shutil.copytree(TRAIN.parent, tmp_path / "old")
+    with (tmp_path / "old" / "arguments.py").open("a") as file:
+        file.write("# last week\n")
+    chooses = tmp_path / "old" / "chooses.py"
+    chooses.write_text(
+        "import os, sys\n"
+        f"scripts = [{str(TRAIN)!r}, {str(tmp_path / 'old' / 'train.py')!r}]\n"
+        "os.execv(sys.executable, [sys.executable, scripts[int(os.environ['RANK'])], *sys.argv[1:]])\n"
+    )
+    output = refuse(run_training, script=chooses)
+    assert re.search(r"the ranks do not agree on code: rank 0: [0-9a-f]{16}; rank 1: [0-9a-f]{16}\.", output)
 
 
 @pytest.mark.slow

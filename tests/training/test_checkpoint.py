@@ -3,6 +3,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -67,6 +69,34 @@ def test_keeps_the_newest(tmp_path, keep, left):
         save(store, step)
     assert store.steps() == left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *(f"step_{step:08d}" for step in left)]
+
+
+def test_keeps_the_best_beside_the_newest(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, keep_best=True)
+    assert store.best() is None
+    for step, score in ((1, 5.0), (2, 3.0), (3, float("nan")), (4, 3.5), (5, None), (6, 4.0)):
+        store.save(step, TENSORS, {"step": step}, score)
+    assert store.steps() == [2, 6]
+    assert (store.best(), store.score(2), store.score(6)) == (2, 3.0, 4.0)
+    store.save(7, TENSORS, {"step": 7}, 3.0)  # as good: the newer one
+    assert store.steps() == [7]
+    (store.path(7) / "manifest.json").write_text("{")
+    store.save(8, TENSORS, {"step": 8}, 9.0)
+    assert store.best() == 8
+
+
+def test_what_a_run_left_behind_when_it_went_back_is_removed(tmp_path):
+    """The newest is damaged, the run goes on from the one before it: a resume must not come back to the old branch."""
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (10, 20):
+        save(store, step)
+    truncate(store.path(20) / "model.safetensors")
+    again = CheckpointStore(tmp_path, keep=1)
+    assert again.newest().step == 10
+    save(again, 15)
+    assert again.steps() == [15]
+    assert again.newest().step == 15
+    assert (tmp_path / "latest").read_text() == "step_00000015\n"
 
 
 def test_keep_must_make_sense(tmp_path):
@@ -177,7 +207,9 @@ def failing_at(call, failure):
 
 
 @pytest.mark.parametrize("failure", [Killed(), OSError(28, "No space left on device")], ids=["killed", "disk full"])
-@pytest.mark.parametrize("before", [[2], [2, 3]], ids=["new step", "same step again"])
+@pytest.mark.parametrize(
+    "before", [[2], [2, 3], [3]], ids=["new step", "same step again", "the only checkpoint's step again"]
+)
 def test_wherever_a_save_ends_a_good_checkpoint_is_left(tmp_path, failure, before):
     for call in itertools.count():
         store = CheckpointStore(tmp_path / str(call), keep=len(before))
@@ -188,8 +220,11 @@ def test_wherever_a_save_ends_a_good_checkpoint_is_left(tmp_path, failure, befor
         newest = store.newest()
         assert newest.step in (2, 3)
         assert newest.state["step"] in ("old", "new")
-        latest = (store.directory / "latest").read_text().strip()
-        assert store.load(int(latest.removeprefix("step_"))).step >= 2
+        latest = store.directory / "latest"
+        # Never one that is not whole; none while the only one is being replaced.
+        assert latest.exists() or before == [3]
+        if latest.exists():
+            assert store.load(int(latest.read_text().strip().removeprefix("step_"))).step >= 2
         # What was left unfinished does not stand in the way of the next save.
         save(store, 4)
         assert store.newest().step == 4
@@ -210,3 +245,31 @@ def test_an_error_names_the_step_and_says_that_nothing_is_lost(store):
     ):
         save(store, 3)
     assert store.steps() == [2]
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from trn_dist.errors import CheckpointError
+from trn_dist.training import CheckpointStore
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit then fails as on a full disk
+store = CheckpointStore(Path(sys.argv[1]), keep=1)
+store.save(1, {"model": {"w": torch.ones(1000)}}, {})
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+store.save_in_background(2, {"model": {"w": torch.ones(100_000)}}, {})
+try:
+    store.wait()
+except CheckpointError as error:
+    print(error)
+assert store.newest().step == 1
+assert sorted(path.name for path in store.directory.iterdir()) == ["latest", "step_00000001"]
+"""
+
+
+def test_a_write_that_the_kernel_refuses_leaves_the_one_before(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "the checkpoint of step 2 could not be written" in done.stdout
+    assert "File too large" in done.stdout

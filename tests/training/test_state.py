@@ -59,6 +59,62 @@ def test_a_run_with_another_identity_is_refused(tmp_path):
             other.resume(store)
 
 
+def test_another_global_batch_goes_on_from_the_next_sample_if_it_is_asked_for(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with xla.init("cpu") as world:
+        first = make_state(world)
+        for _ in range(3):
+            change(first)
+        first.save(store)
+        store.wait()
+        second = make_state(world, identity={**IDENTITY, "global_batch": 100})
+        assert second.resume(store, may_change={"global_batch"})
+        assert (second.step, second.samples, second.sample_offset) == (3, 3 * 64, 3 * 64 - 3 * 100)
+        change(second)
+        change(second)
+        assert second.samples == 3 * 64 + 2 * 100
+        second.save(store)
+        store.wait()
+        third = make_state(world)
+        third.resume(store, may_change={"global_batch"})
+        assert (third.step, third.samples) == (5, 3 * 64 + 2 * 100)
+        with pytest.raises(ConfigError, match="written with seed = 1, this run has 2"):
+            make_state(world, identity={**IDENTITY, "seed": 2}).resume(store, may_change={"global_batch"})
+
+
+def test_numbers_drawn_by_another_rule_are_refused(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    with xla.init("cpu") as world:
+        make_state(world).save(store)
+        store.wait()
+        monkeypatch.setattr("trn_dist.training.state.RANDOM_NUMBERS", "another rule")
+        with pytest.raises(ConfigError, match="written with random_numbers = 'sha256 of seed"):
+            make_state(world).resume(store)
+
+
+def test_a_host_reads_each_byte_of_a_checkpoint_once(run_world, tmp_path):
+    """By the kernel's own count of what each process has read."""
+    run = run_world("resume_reads.py", tmp_path / "checkpoints", size=2)
+    assert run.returncode == 0, run.output
+    first, second = run.by_rank
+    assert first["bytes"] == second["bytes"] > 10e6
+    assert first["read"] >= first["bytes"]
+    assert second["read"] < 0.1 * second["bytes"]
+    assert first["fingerprint"] == second["fingerprint"]
+
+
+def test_a_host_that_sees_a_damaged_checkpoint_stops_all(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    with xla.init("cpu") as world:
+        make_state(world).save(store)
+        store.wait()
+        other = make_state(world)
+        monkeypatch.setattr(world, "all_gather_object", lambda problem: [problem, "rank 32: model is missing"])
+        with pytest.raises(CheckpointError, match="not every host sees a good checkpoint of step 0: rank 32: model"):
+            other.resume(store)
+        assert other.step == 0
+
+
 def test_another_model_is_refused_and_the_weight_named(tmp_path):
     store = CheckpointStore(tmp_path)
     with xla.init("cpu") as world:

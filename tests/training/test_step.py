@@ -91,6 +91,18 @@ def test_dropout_depends_on_step_micro_batch_and_rank_only():
     assert len({tuple(values) for values in (first, second, third, fourth)}) == 4
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu-xla"])
+def test_a_loss_that_is_no_number_on_one_rank_changes_nothing_on_any(run_world, device):
+    run = run_world("nan_loss.py", device, size=2)
+    assert run.returncode == 0, run.output
+    first, second = run.by_rank
+    assert first == second
+    assert [finite for finite, _ in first] == [True, True, True, False, True, True]
+    weights = [digest for _, digest in first]
+    assert weights[3] == weights[2]
+    assert len(set(weights)) == 5
+
+
 def test_a_step_refuses_another_number_of_micro_batches():
     with xla.init("cpu") as world:
         weight = torch.nn.Parameter(torch.ones(1))

@@ -102,6 +102,7 @@ class BatchLoader:
         vocab_size: of the model; every token must be below it. On an XLA device an embedding would silently take the
             last row for a token beyond it.
         window_shards: see `SampleOrder`.
+        sample_offset: position in the stream of step 0's first sample; see `TrainingState.sample_offset`.
 
     Raises:
         DataError: the data set has fewer samples than one global batch; from the methods: a shard is damaged, or holds
@@ -109,7 +110,14 @@ class BatchLoader:
     """
 
     def __init__(
-        self, shards: Shards, shape: BatchShape, *, seed: int, vocab_size: int | None = None, window_shards: int = 8
+        self,
+        shards: Shards,
+        shape: BatchShape,
+        *,
+        seed: int,
+        vocab_size: int | None = None,
+        window_shards: int = 8,
+        sample_offset: int = 0,
     ) -> None:
         if shards.num_samples < shape.global_batch:
             raise DataError(
@@ -117,7 +125,7 @@ class BatchLoader:
                 f"{shape.global_batch:,} ({shape.world_size} workers x {shape.accumulation} micro-batches x "
                 f"{shape.batch_size}): lower batch_size or grad_accum_usteps, or prepare more data"
             )
-        self.shards, self.shape, self.vocab_size = shards, shape, vocab_size
+        self.shards, self.shape, self.vocab_size, self.sample_offset = shards, shape, vocab_size, sample_offset
         self.order = SampleOrder(shards.sizes, seed=seed, window_shards=window_shards)
         self._window: _LoadedWindow | None = None
 
@@ -136,7 +144,8 @@ class BatchLoader:
         shape = self.shape
         pieces: list[Batch] = []
         predictions = 0
-        position, stop = index * shape.global_batch, (index + 1) * shape.global_batch
+        position = self.sample_offset + index * shape.global_batch
+        stop = position + shape.global_batch
         while position < stop:
             window = self._window_at(position)
             piece_stop = min(stop, window.stop)

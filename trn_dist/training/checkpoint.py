@@ -18,11 +18,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from trn_dist.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.replaced")
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,16 @@ class CheckpointStore:
     Args:
         directory: made when the first checkpoint is saved.
         keep: how many complete checkpoints to keep, the newest first; -1 keeps all.
+        keep_best: keep the one with the lowest score beside them.
 
     Raises:
         ValueError: `keep` is neither positive nor -1.
     """
 
-    def __init__(self, directory: Path, *, keep: int = 1) -> None:
+    def __init__(self, directory: Path, *, keep: int = 1, keep_best: bool = False) -> None:
         if keep < 1 and keep != -1:
             raise ValueError(f"keep must be at least 1, or -1 to keep all, not {keep}")
-        self.directory, self.keep = directory, keep
+        self.directory, self.keep, self.keep_best = directory, keep, keep_best
         self._writer: threading.Thread | None = None
         self._problem: CheckpointError | None = None
 
@@ -77,28 +80,66 @@ class CheckpointStore:
         if not self.directory.is_dir():
             return []
         named = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
-        return sorted(int(match[1]) for match, path in named if match and (path / "manifest.json").is_file())
+        complete = {match for match, path in named if match and (path / "manifest.json").is_file()}
+        return sorted({int(match[1] or match[2]) for match in complete})
 
     def path(self, step: int) -> Path:
         """Returns where the checkpoint of a step is, or would be."""
-        return self.directory / f"step_{step:08d}"
+        place, replaced = self._place(step), self._replaced(step)
+        # Between the two renames of a replacement the old one is the only one.
+        return replaced if replaced.exists() and not place.exists() else place
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint, then removes those beyond `keep`.
+    def score(self, step: int) -> float | None:
+        """Returns the score that the checkpoint of a step was saved with.
+
+        Raises:
+            CheckpointError: it is not there.
+        """
+        score = _read_json(self.path(step) / "manifest.json").get("score")
+        return None if score is None else float(score)
+
+    def best(self, among: Iterable[int] | None = None) -> int | None:
+        """Returns the step of the checkpoint with the lowest score, the newest of equals; None where none has one.
+
+        Args:
+            among: steps to choose from; None for all.
+        """
+        known = []
+        for step in self.steps() if among is None else among:
+            # One whose manifest is damaged is passed over; whoever loads it is told.
+            with suppress(CheckpointError):
+                if (score := self.score(step)) is not None:
+                    known.append((score, -step))
+        return -min(known)[1] if known else None
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        state: Mapping[str, Any],
+        score: float | None = None,
+    ) -> Path:
+        """Writes a checkpoint, then removes those beyond `keep`, and those of later steps.
+
+        A run that went on from an earlier checkpoint than the newest, because that one was damaged or because it was
+        told to, has left the later ones behind: a resume must not come back to them.
 
         Args:
             step: number of complete steps.
             tensors: for each group CPU tensors by name.
             state: JSON values.
+            score: what `keep_best` compares, such as a loss; the lower, the better. NaN is no score.
 
         Returns:
             The checkpoint's directory.
 
         Raises:
-            CheckpointError: it could not be written, such as on a full disk; what was there before is untouched.
+            CheckpointError: it could not be written, such as on a full disk; what was there before is untouched. Or it
+                was, and an old one could not be removed.
         """
-        final = self.path(step)
+        final = self._place(step)
         beside = self.directory / f".{final.name}.unfinished"
+        known = None if score is None or math.isnan(score) else score
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
@@ -107,9 +148,10 @@ class CheckpointStore:
                 contiguous = {name: tensor.contiguous() for name, tensor in members.items()}
                 save_file(contiguous, beside / f"{group}.safetensors")
             _write_json(beside / "state.json", state)
-            _write_json(beside / "manifest.json", {"format": _FORMAT, "step": step, "files": _describe(beside)})
+            manifest = {"format": _FORMAT, "step": step, "score": known, "files": _describe(beside)}
+            _write_json(beside / "manifest.json", manifest)
             _force_to_disk(beside)
-            self._put_in_place(beside, final)
+            self._put_in_place(beside, final, step)
             self._point_latest_to(final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(beside, ignore_errors=True)
@@ -117,11 +159,21 @@ class CheckpointStore:
                 f"the checkpoint of step {step} could not be written to {self.directory}: {error}. "
                 "Earlier checkpoints are untouched; free space or fix the permissions and start again"
             ) from error
-        self._remove_old()
+        try:
+            self._remove_old(step)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} is saved, but old ones in {self.directory} could not be removed: "
+                f"{error}"
+            ) from error
         return final
 
     def save_in_background(
-        self, step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        state: Mapping[str, Any],
+        score: float | None = None,
     ) -> None:
         """Starts writing a checkpoint in a thread and returns; the arguments are those of `save`.
 
@@ -135,7 +187,7 @@ class CheckpointStore:
 
         def write() -> None:
             try:
-                self.save(step, tensors, state)
+                self.save(step, tensors, state, score)
             except CheckpointError as error:
                 self._problem = error
 
@@ -162,17 +214,34 @@ class CheckpointStore:
         Raises:
             CheckpointError: it is not there, or a file is missing, cut short or changed; the message names the file.
         """
+        self.verify(step)
+        return self.read(step)
+
+    def verify(self, step: int) -> None:
+        """Compares every byte of the checkpoint of a step with its manifest.
+
+        Raises:
+            CheckpointError: see `load`.
+        """
         path = self.path(step)
-        manifest = _read_json(path / "manifest.json")
-        if manifest.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"{path} has checkpoint format {manifest.get('format')!r}; this version of trn_dist reads {_FORMAT}"
-            )
-        for name, expected in manifest["files"].items():
+        for name, expected in self._manifest(step)["files"].items():
             _verify(path / name, expected)
-        tensors = {
-            Path(name).stem: load_file(path / name) for name in manifest["files"] if name.endswith(".safetensors")
-        }
+
+    def read(self, step: int) -> Checkpoint:
+        """Reads the checkpoint of a step that was verified already, by this process or another one of this host.
+
+        The tensors are mapped, not read: what another process of the host has read is not read again.
+
+        Raises:
+            CheckpointError: it is not there, or not in the format.
+        """
+        path, manifest = self.path(step), self._manifest(step)
+        try:
+            tensors = {
+                Path(name).stem: load_file(path / name) for name in manifest["files"] if name.endswith(".safetensors")
+            }
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
         return Checkpoint(step=int(manifest["step"]), tensors=tensors, state=_read_json(path / "state.json"))
 
     def newest(self) -> Checkpoint | None:
@@ -194,16 +263,30 @@ class CheckpointStore:
             raise CheckpointError(f"no checkpoint in {self.directory} can be used: {'; '.join(problems)}")
         return None
 
-    def _put_in_place(self, beside: Path, final: Path) -> None:
+    def _place(self, step: int) -> Path:
+        return self.directory / f"step_{step:08d}"
+
+    def _replaced(self, step: int) -> Path:
+        return self.directory / f".step_{step:08d}.replaced"
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        manifest = _read_json(self.path(step) / "manifest.json")
+        if manifest.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{self.path(step)} has checkpoint format {manifest.get('format')!r}; this version of trn_dist reads "
+                f"{_FORMAT}"
+            )
+        return manifest
+
+    def _put_in_place(self, beside: Path, final: Path, step: int) -> None:
         if final.exists():
-            # The same step again, after a resume from an older checkpoint: until the new one is in place, that one is
-            # the latest.
-            older = [step for step in self.steps() if self.path(step) != final]
+            # The same step again: until the new one is in place, another one or the old one is the latest.
+            older = [known for known in self.steps() if known != step]
             if older:
-                self._point_latest_to(self.path(older[-1]))
+                self._point_latest_to(self._place(older[-1]))
             else:
                 (self.directory / "latest").unlink(missing_ok=True)
-            final.rename(self.directory / f".{final.name}.replaced.unfinished")
+            final.rename(self._replaced(step))
         beside.rename(final)
         _force_to_disk(self.directory)
         self._remove_unfinished()
@@ -214,16 +297,28 @@ class CheckpointStore:
         beside.replace(self.directory / "latest")
 
     def _remove_unfinished(self) -> None:
+        for replaced in self.directory.glob(".step_*.replaced"):
+            place = self.directory / replaced.name.removeprefix(".").removesuffix(".replaced")
+            if place.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(place)
         for path in self.directory.glob(".step_*.unfinished"):
             shutil.rmtree(path)
 
-    def _remove_old(self) -> None:
-        if self.keep == -1:
-            return
-        for step in self.steps()[: -self.keep]:
-            # Without its manifest a directory is no checkpoint, so a removal that is cut short leaves none behind.
-            (self.path(step) / "manifest.json").unlink()
-            shutil.rmtree(self.path(step))
+    def _remove_old(self, newest: int) -> None:
+        """Removes what is beyond `keep` now that `newest` is there."""
+        steps = self.steps()
+        before = [step for step in steps if step <= newest]
+        kept = set(before if self.keep == -1 else before[-self.keep :])
+        if self.keep_best and (best := self.best(among=before)) is not None:
+            kept.add(best)
+        for step in steps:
+            if step not in kept:
+                # By its new name it is no checkpoint; a removal that is cut short is finished by the next save.
+                doomed = self.directory / f".{self._place(step).name}.unfinished"
+                self._place(step).rename(doomed)
+                shutil.rmtree(doomed)
 
 
 def _describe(directory: Path) -> dict[str, dict[str, Any]]:

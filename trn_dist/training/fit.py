@@ -38,7 +38,7 @@ def fit(
         batches: for each step this worker's micro-batches, as numpy arrays.
         log: takes what each step reports.
         store: of the run's checkpoints; they are written in the background, and the last one is whole at the return.
-        save_every: steps between checkpoints.
+        save_every: steps between checkpoints. Each is scored with the mean loss of the steps since the one before.
         profile: records some of the steps.
 
     Raises:
@@ -72,7 +72,7 @@ def _save(state: TrainingState, store: CheckpointStore, log: RunLog) -> int:
     # What was reported so far goes to the sinks first: a run that resumes here reports the steps behind it only.
     log.deliver()
     with log.saving():
-        state.save(store)
+        state.save(store, score=log.loss_since_save())
     return state.step
 
 

@@ -78,6 +78,7 @@ class RunLog:
         self._warm: tuple[int, float] | None = None  # steps done and time when the warm-up was over
         self._peak = 0.0
         self._losses: tuple[float, float] = (float("nan"), float("nan"))
+        self._since_save: list[float] = []
         self._newest: tuple[tuple[int, StepResult, float], float, float] | None = None  # report, loss, gradient norm
 
     @classmethod
@@ -166,11 +167,17 @@ class RunLog:
                 numbers["sequences_per_second"] = throughput
             for sink in self.sinks:
                 sink.write(step, numbers)
+        self._since_save += [loss for loss, _, _ in values]
         first = self._losses[0] if pending[0][0] > self.start else values[0][0]
         self._losses = (first, values[-1][0])
         self._newest = (pending[-1], values[-1][0], values[-1][1])
         if self._ledger:
             self._ledger.update(steps=self.clock.steps, seconds=self.wall_time())
+
+    def loss_since_save(self) -> float | None:
+        """Returns the mean of the losses that were delivered since the last call, or None where there is none."""
+        losses, self._since_save = self._since_save, []
+        return sum(losses) / len(losses) if losses else None
 
     def close(self) -> None:
         """Delivers what is pending and closes the sinks."""

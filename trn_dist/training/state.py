@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,20 +15,22 @@ from trn_dist.errors import CheckpointError, ConfigError
 from trn_dist.training.checkpoint import Checkpoint, CheckpointStore
 from trn_dist.training.optimizers import Optimizer
 from trn_dist.xla import World
+from trn_dist.xla.world import RANDOM_NUMBERS
 
 
 class TrainingState:
     """The model, the optimizer and the position of a run.
 
-    Random numbers and the order of samples depend on the seed and the step alone, so the number of steps taken is the
-    whole position.
+    Random numbers and the order of samples depend on the seed and the position alone, so a checkpoint holds the rule by
+    which they are derived, and the numbers of steps and samples; with another rule it is refused.
 
     Args:
         world: the job's.
         model: on the world's device.
         optimizer: of the model's parameters.
         identity: settings that a resumed run must share with the run that wrote the checkpoint, such as the global
-            batch, the seed, the data's fingerprint and the model's configuration; JSON values.
+            batch, the seed, the data's fingerprint and the model's configuration; JSON values. An entry
+            `global_batch` is what samples are counted by.
 
     Attributes:
         step: number of steps taken.
@@ -37,14 +39,30 @@ class TrainingState:
 
     def __init__(self, world: World, model: torch.nn.Module, optimizer: Optimizer, identity: Mapping[str, Any]) -> None:
         self.world, self.model, self.optimizer = world, model, optimizer
-        self.identity = dict(identity)
+        self.identity = {"random_numbers": RANDOM_NUMBERS, **identity}
         self.step = 0
         self.restored_seconds = 0.0
+        self._resumed_at = (0, 0)  # step, and samples read until then
 
-    def save(self, store: CheckpointStore) -> None:
+    @property
+    def samples(self) -> int:
+        """Number of samples trained on, over all ranks; 0 where the identity does not say the global batch."""
+        step, samples = self._resumed_at
+        return samples + (self.step - step) * int(self.identity.get("global_batch", 0))
+
+    @property
+    def sample_offset(self) -> int:
+        """Samples read beyond step * global batch: not 0 once the run went on with another global batch."""
+        return self.samples - self.step * int(self.identity.get("global_batch", 0))
+
+    def save(self, store: CheckpointStore, *, score: float | None = None) -> None:
         """Starts to save a checkpoint of this step from rank 0, in the background; the other ranks go on at once.
 
         Call `store.wait()` before the checkpoint is needed.
+
+        Args:
+            store: where to.
+            score: see `CheckpointStore.save`; that of rank 0 counts.
 
         Raises:
             CheckpointError: see `CheckpointStore.save_in_background`.
@@ -59,21 +77,30 @@ class TrainingState:
             on_host[group][name] = view
         state = {
             "step": self.step,
+            "samples": self.samples,
             "optimizer_steps": self.optimizer.steps,
             "world_size": self.world.size,
             "identity": self.identity,
             "versions": _versions(),
         }
-        store.save_in_background(self.step, on_host, state)
+        store.save_in_background(self.step, on_host, state, score)
 
-    def resume(self, store: CheckpointStore, *, step: int | None = None) -> bool:
+    def resume(self, store: CheckpointStore, *, step: int | None = None, may_change: Collection[str] = ()) -> bool:
         """Restores the newest usable checkpoint, or that of `step`; every rank calls this.
+
+        One rank of each host verifies the files; the others of the host map what that one has read.
+
+        Args:
+            store: where from.
+            step: of the checkpoint, or None for the newest.
+            may_change: names in the identity that may differ from the checkpoint's. With `global_batch`, read on from
+                `sample_offset`.
 
         Returns:
             Whether there was a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or missing, or this rank does not see what rank 0 sees.
+            CheckpointError: the checkpoint is damaged or missing, or a host does not see what rank 0 sees.
             ConfigError: it belongs to a run with another identity.
         """
         begin = time.perf_counter()
@@ -91,20 +118,39 @@ class TrainingState:
             raise CheckpointError(problem)
         if chosen_step is None:
             return False
-        self._restore(checkpoint or store.load(chosen_step))
+        self._verify_on_each_host(store, chosen_step)
+        self._restore(checkpoint or store.read(chosen_step), may_change)
         self.restored_seconds = time.perf_counter() - begin
         return True
 
-    def load_weights(self, store: CheckpointStore, *, step: int | None = None) -> None:
+    def _verify_on_each_host(self, store: CheckpointStore, step: int) -> None:
+        """Raises on every rank what the first rank of any host finds; rank 0 has verified already."""
+        problem = ""
+        if self.world.local_rank == 0 and self.world.rank != 0:
+            try:
+                store.verify(step)
+            except CheckpointError as error:
+                problem = f"rank {self.world.rank}: {error}"
+        problems = [text for text in self.world.all_gather_object(problem) if text]
+        if problems:
+            raise CheckpointError(f"not every host sees a good checkpoint of step {step}: {'; '.join(problems)}")
+
+    def load_weights(self, source: CheckpointStore | Mapping[str, torch.Tensor], *, step: int | None = None) -> None:
         """Takes the weights alone from another run's checkpoint, such as phase 1's at the start of phase 2.
+
+        Args:
+            source: checkpoints, or weights by this model's names.
+            step: of the checkpoint, or None for the newest.
 
         Raises:
             CheckpointError: there is no usable checkpoint, or its weights are not this model's.
         """
-        checkpoint = store.newest() if step is None else store.load(step)
-        if checkpoint is None:
-            raise CheckpointError(f"there is no checkpoint in {store.directory} to take the weights from")
-        self._load_model(checkpoint.tensors["model"])
+        if isinstance(source, CheckpointStore):
+            checkpoint = source.newest() if step is None else source.load(step)
+            if checkpoint is None:
+                raise CheckpointError(f"there is no checkpoint in {source.directory} to take the weights from")
+            source = checkpoint.tensors["model"]
+        self._load_model(source)
         self.optimizer.reset_master_weights()
 
     def fingerprint(self) -> str:
@@ -119,9 +165,9 @@ class TrainingState:
     def _weights(self) -> dict[str, torch.Tensor]:
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        theirs = checkpoint.state["identity"]
-        for name in sorted(self.identity.keys() | theirs.keys()):
+    def _restore(self, checkpoint: Checkpoint, may_change: Collection[str]) -> None:
+        theirs = {"random_numbers": RANDOM_NUMBERS, **checkpoint.state["identity"]}
+        for name in sorted((self.identity.keys() | theirs.keys()) - set(may_change)):
             if self.identity.get(name) != theirs.get(name):
                 raise ConfigError(
                     f"the checkpoint of step {checkpoint.step} was written with {name} = {theirs.get(name)!r}, this "
@@ -131,6 +177,8 @@ class TrainingState:
         self._load_model(checkpoint.tensors["model"])
         self.optimizer.load_state(checkpoint.tensors["optimizer"], int(checkpoint.state["optimizer_steps"]))
         self.step = checkpoint.step
+        before = checkpoint.step * int(theirs.get("global_batch", 0))
+        self._resumed_at = (checkpoint.step, int(checkpoint.state.get("samples", before)))
 
     @torch.no_grad()
     def _load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:

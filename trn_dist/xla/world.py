@@ -30,8 +30,12 @@ import torch.distributed as dist
 from trn_dist.errors import ConfigError, MissingDependencyError, WorldError
 from trn_dist.xla.compile_log import CompileLog
 from trn_dist.xla.place import Place
+from trn_dist.xla.process import end_with_launcher
 
 DEVICES = ("auto", "neuron", "cpu-xla", "cpu")
+
+# By which rule `derive_seed` gets seeds; a run that was begun under another cannot go on as it was.
+RANDOM_NUMBERS = "sha256 of seed/purpose/step/..., first 31 bits"
 
 ReduceOp = Literal["sum", "mean"]
 
@@ -229,7 +233,8 @@ def init(device: str = "auto", *, timeout: timedelta = timedelta(minutes=30)) ->
     """Joins this process to its job and proves that the job holds together.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; without them the world has one
-    process (a notebook, a unit test). An existing default process group is used as it is and never destroyed.
+    process (a notebook, a unit test). An existing default process group is used as it is and never destroyed. Under
+    torchrun this process is killed when its agent dies, so that it does not train on beside the job that replaces it.
 
     Args:
         device: `neuron`, `cpu-xla`, `cpu`, or `auto`: Neuron where the host has Neuron devices, else CPU XLA.
@@ -241,6 +246,7 @@ def init(device: str = "auto", *, timeout: timedelta = timedelta(minutes=30)) ->
         WorldError: the self-check found ranks that are not joined.
     """
     begin = time.perf_counter()
+    end_with_launcher()
     kind = resolve_device(device)
     place = Place.from_environment()
     world: World
