@@ -21,6 +21,12 @@ with xla.init(device) as world:
     # What follows in the graph must see the reduced values.
     after = averaged * 2
     views = [view.tolist() for view in world.host_views([base, summed, averaged, after, whole])]
+    mean = world.all_reduce(base)
+    gathered = world.all_gather(base[:, 1])
+    counts = world.all_gather(torch.tensor(world.rank, device=world.device))
+    received = world.broadcast(base.to(torch.bfloat16), source=1)
+    twice = received * 2
+    functional = [view.tolist() for view in world.host_views([base, mean, gathered, counts, received.float(), twice])]
     try:
         world.require_equal(seed=7, batch=world.rank)
     except ConfigError as error:
@@ -28,6 +34,7 @@ with xla.init(device) as world:
     world.require_equal(seed=7)
     result = {
         "views": views,
+        "functional": functional,
         "objects": world.all_gather_object({"rank": world.rank}),
         "broadcast": world.broadcast_object(f"from {world.rank}"),
         "disagreement": disagreement,

@@ -112,3 +112,24 @@ def test_reduction_over_one_process_changes_nothing_and_takes_the_loss_along():
 def test_the_number_of_scalars_is_fixed():
     with pytest.raises(ValueError, match="1 scalars travel with the gradients, not 0"):
         GradientBuckets(make_parameters([(2,)]), num_scalars=1).collect()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu-xla"])
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-6), ("bfloat16", 5e-3)])
+def test_a_loop_with_pytorchs_own_optimizer(run_world, device, dtype, close):
+    """Against one process with the whole batch, in float64."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    run = run_world("torch_optimizer.py", device, dtype, size=2)
+    assert run.returncode == 0, run.output
+    first, second = run.by_rank
+    assert first == second
+    for ours, theirs in zip(first["weights"], [*model.parameters(), torch.ones(3)], strict=True):
+        assert ours == pytest.approx(theirs.flatten().tolist(), abs=close)
+    assert first["compiled"][-1] == first["compiled"][1]

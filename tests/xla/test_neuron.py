@@ -24,3 +24,14 @@ def test_one_all_reduce_a_bucket_over_all_64_ranks_once_a_step(run_world, accumu
     assert all_reduces(graphs[-1]) == [("f32", 2144, everyone), ("f32", 4097, everyone)]
     assert len(re.findall(r"\ball-reduce\(", graphs[-1])) == 2
     assert "constant(0.015625)" in graphs[-1]  # the mean over 64
+
+
+def test_functional_collectives_over_all_64_ranks(run_world):
+    graphs, others = (run_world("lower_neuron_collectives.py", rank, size=1).by_rank[0] for rank in (3, 0))
+    everyone = "{{" + ",".join(map(str, range(64))) + "}}"
+    assert all_reduces(graphs["reduce_gradients"]) == [("f32", 30, everyone)]
+    assert "constant(0.015625)" in graphs["reduce_gradients"]
+    assert re.search(r"f32\[4,5\].*? all-reduce\(.*replica_groups=" + re.escape(everyone), graphs["all_reduce"])
+    assert re.search(r"f32\[64,4,5\].*? all-gather\(.*replica_groups=" + re.escape(everyone), graphs["all_gather"])
+    assert re.search(r"f32\[4,5\].*? all-reduce\(.*replica_groups=" + re.escape(everyone), graphs["broadcast"])
+    assert graphs == others  # every rank compiles the same

@@ -23,6 +23,13 @@ def test_collectives_of_two_processes(run_world, device):
         assert averaged == [[x + 5 for x in row] for row in first]
         assert after == [[2 * x + 10 for x in row] for row in first]
         assert whole == [rank + 1.0, 3.0, 3.0, rank + 1.0]
+        base, mean, gathered, counts, received, twice = result["functional"]
+        assert base == [[x + 10 * rank for x in row] for row in first]
+        assert mean == [[x + 5 for x in row] for row in first]
+        assert gathered == [[1.0, 4.0], [11.0, 14.0]]
+        assert counts == [0, 1]
+        assert received == [[x + 10 for x in row] for row in first]
+        assert twice == [[2 * x + 20 for x in row] for row in first]
         assert result["objects"] == [{"rank": 0}, {"rank": 1}]
         assert result["broadcast"] == "from 0"
         assert result["place"] == [rank, 2, rank, 2]

@@ -5,7 +5,7 @@ native backend works without it.
 """
 
 from trn_dist.errors import RecompileError
-from trn_dist.xla.gradients import GradientBuckets
+from trn_dist.xla.gradients import GradientBuckets, reduce_gradients
 from trn_dist.xla.guard import GraphGuard, RecompileWarning
 from trn_dist.xla.world import DEVICES, World, init, resolve_device
 
@@ -17,5 +17,6 @@ __all__ = [
     "RecompileWarning",
     "World",
     "init",
+    "reduce_gradients",
     "resolve_device",
 ]

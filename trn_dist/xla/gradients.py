@@ -132,6 +132,35 @@ class GradientBuckets:
         }
 
 
+def reduce_gradients(
+    parameters: Iterable[torch.nn.Parameter],
+    world: World,
+    bucket_mb: float = 50.0,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Replaces every `.grad` by its mean over the world, for a loop with an optimizer of PyTorch's.
+
+    Call it once a step, after the last micro-batch's backward pass. Gradients travel in flat buckets in reverse order
+    of the parameters; one that is missing counts, and comes back, as zeros.
+
+    Args:
+        parameters: in the same order on every rank; frozen ones are left out.
+        world: from `trn_dist.xla.init`.
+        bucket_mb: capacity of a bucket in MiB.
+        dtype: in which gradients are reduced; with `torch.bfloat16` half as much travels, and sums lose bits.
+
+    Raises:
+        ConfigError: no parameter wants a gradient.
+    """
+    named = {str(index): parameter for index, parameter in enumerate(parameters)}
+    buckets = GradientBuckets(named.items(), bucket_mb=bucket_mb, dtype=dtype)
+    buckets.collect()
+    buckets.all_reduce(world)
+    for name, gradient in buckets.gradients().items():
+        named[name].grad = gradient.to(named[name].dtype)
+
+
 def _flat_gradient(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     gradient = parameter.grad
     parameter.grad = None

@@ -84,6 +84,20 @@ class CpuXlaWorld(XlaWorld):
             # part of the next graph, where it costs no pass of its own.
             tensor.copy_(total if op == "sum" else total * (1.0 / self.size))
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `World.all_gather`. Cuts the graph."""
+        return self._gather_on_host(self._on_host(tensor)).to(self.device)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """See `World.broadcast`. Cuts the graph."""
+        return self._broadcast_on_host(self._on_host(tensor), source).to(self.device)
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._tracing_only:
+            raise EndOfTrace
+        (view,) = self.host_views([tensor])
+        return view
+
     def host_views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `World.host_views`.
 
@@ -126,6 +140,21 @@ class NeuronWorld(XlaWorld):
         for tensor in tensors:
             # One each, so that the first can run while what the next depends on is still being computed.
             xm.all_reduce(xm.REDUCE_SUM, [tensor], scale=scale, groups=[list(range(self.size))])
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `World.all_gather`. Adds a collective to the graph."""
+        everyone = [list(range(self.size))]
+        # With a pinned layout torch_xla makes it an all-reduce of the size of the result.
+        gathered: torch.Tensor = xm.all_gather(tensor.detach().unsqueeze(0), dim=0, groups=everyone, pin_layout=False)
+        return gathered
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """See `World.broadcast`. Adds an all-reduce of the source's values and the others' zeros to the graph."""
+        # Which rank this is must be data: every rank then has the same graph.
+        is_source = torch.tensor([self.rank == source]).to(self.device)
+        part = torch.where(is_source, tensor.detach(), torch.zeros_like(tensor))
+        xm.all_reduce(xm.REDUCE_SUM, [part], groups=[list(range(self.size))])
+        return part
 
     def host_views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `World.host_views`. The device's memory is its own, so these are copies."""

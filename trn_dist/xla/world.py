@@ -84,6 +84,29 @@ class World(ABC):
             op: `sum` or `mean`.
         """
 
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
+        """Returns the sum or mean of `tensor` over the world; see `all_reduce_`."""
+        total = tensor.detach().clone()
+        self.all_reduce_([total], op)
+        return total
+
+    @abstractmethod
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensors of all ranks, [size, *shape of tensor], in rank order.
+
+        Args:
+            tensor: on `device`, of the same shape and dtype on every rank.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Returns the tensor of rank `source`.
+
+        Args:
+            tensor: on `device`, of the same shape and dtype on every rank; only the source's values count.
+            source: a rank.
+        """
+
     @abstractmethod
     def sync(self, *, wait: bool = False) -> None:
         """Ends the graph under construction and starts its execution; does nothing on an eager device.
@@ -186,6 +209,20 @@ class World(ABC):
                 tensor.div_(self.size)
         self.waited_seconds += time.perf_counter() - begin
 
+    def _gather_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        begin = time.perf_counter()
+        dist.all_gather(parts, tensor.contiguous(), group=self._host_group)
+        self.waited_seconds += time.perf_counter() - begin
+        return torch.stack(parts)
+
+    def _broadcast_on_host(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        received = tensor.detach().clone(memory_format=torch.contiguous_format)
+        begin = time.perf_counter()
+        dist.broadcast(received, src=source, group=self._host_group)
+        self.waited_seconds += time.perf_counter() - begin
+        return received
+
     def _prove(self) -> None:
         """All-reduces known numbers; a world that does not hold together fails here and not in the loss curve."""
         mine = torch.tensor([1.0, self.rank + 1.0, (self.rank + 1.0) ** 2])
@@ -216,6 +253,14 @@ class NativeWorld(World):
     def all_reduce_(self, tensors: Sequence[torch.Tensor], op: ReduceOp = "mean") -> None:
         """See `World.all_reduce_`."""
         self._reduce_on_host(tensors, op)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `World.all_gather`."""
+        return self._gather_on_host(tensor.detach())
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """See `World.broadcast`."""
+        return self._broadcast_on_host(tensor, source)
 
     def sync(self, *, wait: bool = False) -> None:
         """Does nothing: eager work is done when the call returns."""
