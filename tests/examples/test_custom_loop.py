@@ -27,7 +27,9 @@ def run(out, tmp_path):
 def losses(out):
     path = out / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [(entry["step"], entry["loss"]) for entry in map(json.loads, (l for l in lines if l.endswith("\n")))]
+    return [
+        (entry["step"], entry["loss"]) for entry in map(json.loads, (line for line in lines if line.endswith("\n")))
+    ]
 
 
 @pytest.mark.slow
