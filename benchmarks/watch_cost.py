@@ -2,8 +2,8 @@
 
 python benchmarks/watch_cost.py [SIZE]      (SIZE: tiny, mini, small, base or large)
 
-A step of BERT takes a tenth longer or shorter from one time to the next, so their cost cannot be seen in a difference of
-steps. It is timed by itself: the whole of a guarded, logged and watched step, less the bare step inside it.
+A step of BERT takes a tenth longer or shorter from one time to the next, so their cost cannot be seen in a difference
+of steps. It is timed by itself: the whole of a guarded, logged and watched step, less the bare step inside it.
 """
 
 import statistics

@@ -54,7 +54,8 @@ ARROWS = {
     "training": {"xla", "errors"},
     "launcher": {"errors"},
     "components": {"launcher", "errors"},
-    "cli": {"data", "cli_checkpoint", "errors"},
+    "cli": {"data", "cli_checkpoint", "cli_graphs", "errors"},
+    "cli_graphs": {"xla", "errors"},
     "cli_checkpoint": {"training", "models", "errors"},
 }
 

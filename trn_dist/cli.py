@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from trn_dist import __version__, cli_checkpoint
+from trn_dist import __version__, cli_checkpoint, cli_graphs
 from trn_dist.data import commands as data_commands
 from trn_dist.errors import exit_code_of
 
@@ -18,6 +18,7 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
     data_commands.register(verbs)
     cli_checkpoint.register(verbs)
+    cli_graphs.register(verbs)
     return parser
 
 

@@ -16,7 +16,13 @@ from trn_dist import __version__, xla
 from trn_dist.data.loader import PREDICTIONS_PER_BATCH, BatchLoader, BatchShape
 from trn_dist.data.shards import ShardSet
 from trn_dist.errors import CheckpointError, ConfigError, TrnDistError, exit_code_of
-from trn_dist.models.bert import BertConfig, BertForPreTraining, pretraining_losses
+from trn_dist.models.bert import (
+    BertConfig,
+    BertForPreTraining,
+    find_tutorial_checkpoint,
+    pretraining_losses,
+    read_tutorial_checkpoint,
+)
 from trn_dist.training import (
     AdamW,
     CheckpointStore,
@@ -43,20 +49,26 @@ def open_shards(args):
     return shards
 
 
-def resume(args, state, store):
+def resume(args, config, state, store):
     """Goes on from output_dir, else from the checkpoints that were named, else starts anew; returns from where."""
     step = args.resume_step if args.resume_step >= 0 else None
-    named = CheckpointStore(Path(args.resume_ckpt_path)) if args.resume_ckpt_path else None
     may_change = {"global_batch"} if args.allow_new_global_batch else ()
     if state.resume(store, step=step if store.steps() else None, may_change=may_change):
         return store.path(state.step)
-    if named and args.phase2:
-        state.load_weights(named, step=step)
-    elif named and state.resume(named, step=step, may_change=may_change):
-        return named.path(state.step)
-    elif named or args.resume_ckpt:
-        raise CheckpointError(f"there is no checkpoint to resume from in {(named or store).directory}")
-    return None
+    if not args.resume_ckpt_path:
+        if args.resume_ckpt:
+            raise CheckpointError(f"there is no checkpoint to resume from in {store.directory}")
+        return None
+    path = Path(args.resume_ckpt_path)
+    named, tutorials = CheckpointStore(path), find_tutorial_checkpoint(path, step)
+    if args.phase2:
+        state.load_weights(read_tutorial_checkpoint(tutorials, config) if tutorials else named, step=step)
+        return None
+    if tutorials:
+        raise ConfigError(f"{tutorials} does not say enough to go on exactly; --phase2 takes its weights alone")
+    if not state.resume(named, step=step, may_change=may_change):
+        raise CheckpointError(f"there is no checkpoint to resume from in {path}")
+    return named.path(state.step)
 
 
 def train(args):
@@ -99,7 +111,7 @@ def train(args):
         }
         state = TrainingState(world, model, optimizer, identity)
         store = CheckpointStore(output / "checkpoints", keep=args.num_ckpts_to_keep, keep_best=args.keep_best_ckpt)
-        resumed_from = resume(args, state, store)
+        resumed_from = resume(args, config, state, store)
         world.require_equal(
             version=__version__, code=code_fingerprint(), **(vars(args) | identity), weights=state.fingerprint()
         )

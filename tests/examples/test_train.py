@@ -235,3 +235,12 @@ def test_ranks_with_other_data_are_named_before_the_first_step(run_training, dat
     write_shard(shards.shards[0].path, {key: columns[key][1:] for key in KEYS})
     output = refuse(run_training, "--on_rank_1", "--data_dir", other, script=DISAGREE)
     assert "the ranks do not agree on data" in output
+
+
+def test_weights_of_the_tutorials_checkpoint_only_with_phase2(train_here, tmp_path):
+    """The refusal comes before the file is opened; tests/models has what is in such a file."""
+    (tmp_path / "ckpt_7.pt").touch()
+    with pytest.raises(
+        ConfigError, match=r"ckpt_7\.pt does not say enough to go on exactly; --phase2 takes its weights"
+    ):
+        train_here("--resume_ckpt_path", tmp_path)

@@ -16,6 +16,7 @@ from torch.utils import dlpack as torch_dlpack
 from torch_xla.utils import dlpack as xla_dlpack
 
 from trn_dist.errors import ConfigError, WorldError
+from trn_dist.xla import lock
 from trn_dist.xla.compile_log import CompileLog
 from trn_dist.xla.place import Place
 from trn_dist.xla.world import EndOfTrace, ReduceOp, World
@@ -27,6 +28,7 @@ class XlaWorld(World):
     def _open_device(self, pjrt_device: str) -> None:
         """Starts the PJRT client, and refuses any other device than `pjrt_device`."""
         self.compile_log = CompileLog()
+        lock.record(self.kind, self.rank, self.size)
         self.device = torch_xla.device()
         found = xr.device_type()
         if found != pjrt_device:

@@ -8,6 +8,7 @@ from trn_dist.models.bert.huggingface import (
     to_huggingface,
 )
 from trn_dist.models.bert.model import BertForPreTraining, PreTrainingLogits, PreTrainingLosses, pretraining_losses
+from trn_dist.models.bert.tutorial import find_tutorial_checkpoint, read_tutorial_checkpoint
 
 __all__ = [
     "BertConfig",
@@ -16,7 +17,9 @@ __all__ = [
     "PreTrainingLosses",
     "config_from_huggingface",
     "config_to_huggingface",
+    "find_tutorial_checkpoint",
     "from_huggingface",
     "pretraining_losses",
+    "read_tutorial_checkpoint",
     "to_huggingface",
 ]
