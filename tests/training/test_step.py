@@ -57,6 +57,17 @@ def test_graphs_do_not_grow_after_the_first_step(run_world, size, accumulation, 
         assert result["compiled"][0] <= graphs + 2
 
 
+def test_no_graph_is_compiled_after_the_first_of_200_steps(run_world):
+    """With accumulation, warm-up from zero, clipping, logging, metrics, checkpoints, the watchdog and two workers."""
+    run = run_world("two_hundred_steps.py", size=2)
+    assert run.returncode == 0, run.output
+    for result in run.by_rank:
+        assert len(result["compiled"]) == 200
+        assert {*result["compiled"], result["at_the_end"]} == {result["compiled"][0]}
+        assert result["at_the_end"] <= 5
+        assert result["saved"][-2:] == [175, 200]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16-master", "autocast"])
 def test_ranks_stay_equal_in_every_precision(run_world, reference, precision):
     """Stochastic rounding draws the same numbers on every rank, or the ranks would drift apart."""
