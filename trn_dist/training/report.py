@@ -128,8 +128,7 @@ class RunLog:
                 self._peak = max(self._peak, self._window_throughput())
         self._pending.append((step, result, self._window_throughput()))
         if done == 1 or done % self.log_every == 0 or step + 1 == self.stop:
-            with self.clock.within("log"):
-                self.flush()
+            self.flush()
 
     def __enter__(self) -> Self:
         if self.world.rank == 0 and self.world.device.type == "xla":
@@ -151,8 +150,11 @@ class RunLog:
     def deliver(self) -> None:
         """Reads the pending reports from the device and hands them to the sinks."""
         pending, self._pending = self._pending, []
-        if not pending or self.world.rank != 0:
-            return
+        if pending and self.world.rank == 0:
+            with self.clock.within("log"):
+                self._deliver(pending)
+
+    def _deliver(self, pending: list[tuple[int, StepResult, float]]) -> None:
         read = [(result.loss, result.gradient_norm, result.finite) for _, result, _ in pending]
         views = iter(self.world.host_views([tensor for tensors in read for tensor in tensors]))
         values = [
