@@ -40,6 +40,7 @@ def test_work_that_is_done_again_was_lost(tmp_path):
             "step": 60.0 + 40.0,
             "checkpoint": 0.6 * 4.0 + 4.0,
             "log": 0.0,
+            "other": 0.0,
             "lost": 0.4 * (100.0 + 1.0 + 4.0),
             "down": 60.0,
         }

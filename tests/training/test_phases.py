@@ -27,14 +27,15 @@ def test_time_goes_to_the_phase_that_is_on(time):
         with clock.within("log"):
             time.now += 7.0
     clock.enter("end")
-    assert clock.seconds == {"input": 2.0, "step": 3.0, "checkpoint": 5.0, "log": 7.0, "end": 0.0}
+    assert clock.seconds == {"input": 2.0, "step": 3.0, "checkpoint": 5.0, "log": 7.0, "other": 0.0, "end": 0.0}
 
 
-def test_a_checkpoint_is_no_part_of_a_steps_duration(time):
+@pytest.mark.parametrize("phase", ["checkpoint", "other"])
+def test_a_checkpoint_or_an_evaluation_is_no_part_of_a_steps_duration(time, phase):
     clock = PhaseClock()
     for _ in range(3):
         time.now += 1.0
-        with clock.within("checkpoint"):
+        with clock.within(phase):
             time.now += 100.0
         clock.step_done()
     assert list(clock.durations) == [1.0, 1.0, 1.0]
@@ -62,7 +63,7 @@ def test_nothing_is_overdue_while_steps_compile_or_a_checkpoint_is_waited_for(ti
     time.now += 1e6
     assert clock.overdue(10.0, 1.0) is None
     clock = _after(time, [1.0] * 5)
-    for phase in ("checkpoint", "end"):
+    for phase in ("checkpoint", "other", "end"):
         with clock.within(phase):
             time.now += 1e6
             assert clock.overdue(10.0, 1.0) is None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trn_dist.errors import DataError
 
-CATEGORIES = ("start", "rendezvous", "compile", "input", "step", "checkpoint", "log", "lost", "down")
+CATEGORIES = ("start", "rendezvous", "compile", "input", "step", "checkpoint", "log", "other", "lost", "down")
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Run:
         if kept == self.steps:
             return
         share = (self.steps - kept) / self.steps
-        for category in ("input", "step", "checkpoint", "log"):
+        for category in ("input", "step", "checkpoint", "log", "other"):
             lost = share * self.seconds.get(category, 0.0)
             self.seconds[category] = self.seconds.get(category, 0.0) - lost
             self.seconds["lost"] = self.seconds.get("lost", 0.0) + lost
@@ -74,7 +74,7 @@ class Ledger:
 
         Args:
             steps: number of steps it has taken.
-            seconds: by category (`start`, `rendezvous`, `compile`, `input`, `step`, `checkpoint`, `log`).
+            seconds: by category (`start`, `rendezvous`, `compile`, `input`, `step`, `checkpoint`, `log`, `other`).
             now: seconds since 1970.
         """
         run = self.runs[-1]

@@ -7,11 +7,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
-Phase = Literal["input", "step", "checkpoint", "log", "end"]
+Phase = Literal["input", "step", "checkpoint", "log", "other", "end"]
 
 _HISTORY = 64  # steps whose durations are remembered
+_NO_PART_OF_A_STEP = ("checkpoint", "other", "end")
 _KNOWN = 5  # steps after which their median says something
 
 
@@ -21,11 +22,11 @@ class PhaseClock:
     Attributes:
         seconds: by phase, what has passed in it, the time since the last change excepted.
         steps: number of steps that are done.
-        durations: seconds of the last steps, without checkpoints.
+        durations: seconds of the last steps, without checkpoints and other work.
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[Phase, float] = dict.fromkeys(("input", "step", "checkpoint", "log", "end"), 0.0)
+        self.seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
         self.steps = 0
         self.durations: deque[float] = deque(maxlen=_HISTORY)
         self.phase: Phase = "step"
@@ -40,7 +41,7 @@ class PhaseClock:
         """Ends the phase that is on, and begins another."""
         now = self.now()
         self.seconds[self.phase] += now - self._since
-        if self.phase == "checkpoint":
+        if self.phase in _NO_PART_OF_A_STEP:
             self._step_begin += now - self._since
         self.phase, self._since = phase, now
 
@@ -74,10 +75,10 @@ class PhaseClock:
             minimum: seconds that are never too long.
 
         Returns:
-            Seconds that the step takes so far and the limit it has passed; None while all is well, in a checkpoint, and
-            before five steps are done, the first of which compile.
+            Seconds that the step takes so far and the limit it has passed; None while all is well, in a checkpoint or
+            other work, and before five steps are done, the first of which compile.
         """
-        if self.steps < _KNOWN or self.phase in ("checkpoint", "end"):
+        if self.steps < _KNOWN or self.phase in _NO_PART_OF_A_STEP:
             return None
         limit = max(minimum, factor * statistics.median(self.durations))
         taken = self.now() - self._step_begin

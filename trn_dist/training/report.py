@@ -116,6 +116,12 @@ class RunLog:
         with self.clock.within("checkpoint"):
             yield
 
+    @contextmanager
+    def other_work(self) -> Iterator[None]:
+        """Counts the time of its body, such as an evaluation, as no part of a step; the watchdog lets it take long."""
+        with self.clock.within("other"):
+            yield
+
     def record(self, step: int, result: StepResult) -> None:
         """Takes the report of a step that was just launched."""
         now = self.clock.step_done()
@@ -202,6 +208,7 @@ class RunLog:
             "step": max(0.0, seconds["step"] - (compiled - self._compiled_before)),
             "checkpoint": seconds["checkpoint"] + self._restored,
             "log": seconds["log"],
+            "other": seconds["other"],
         }
 
     def summary(self, last_step: int) -> Summary:

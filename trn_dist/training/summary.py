@@ -32,8 +32,8 @@ class Summary:
         graphs_compiled: number of graphs this process compiled.
         compile_seconds: spent compiling them.
         wall_time: seconds by category over all runs of the training: `start`, `rendezvous`, `compile`, `input`, `step`,
-            `checkpoint` (waiting for saves; most of the writing goes on beside the training), `log`, `lost` (steps that
-            had to be done again) and `down` (between runs).
+            `checkpoint` (waiting for saves; most of the writing goes on beside the training), `log`, `other`,
+            `lost` (steps that had to be done again) and `down` (between runs).
         goodput: share of the wall time that went into steps that count, 0 to 1.
         world_size: number of workers.
         device: kind of device.
