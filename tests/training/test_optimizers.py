@@ -156,9 +156,40 @@ def test_stochastic_rounding_is_unbiased_and_lands_on_a_neighbour(device):
             assert abs(up - 0.3 * n) < 5 * math.sqrt(n * 0.3 * 0.7)
 
 
-def test_stochastic_rounding_keeps_what_bf16_holds():
-    values = torch.tensor([0.0, -0.0, 1.5, -(2.0**100), 2.0**-120])
-    assert torch.equal(round_stochastically(values).float(), values)
+@pytest.mark.parametrize("device", ["cpu", "cpu-xla"])
+def test_stochastic_rounding_keeps_what_bf16_holds_and_takes_a_neighbour_of_all_else(device):
+    """Every bf16 number of normal spacing, and those between them; the neighbours are known from the bits."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32) << 16
+    held = patterns.view(torch.float32)
+    held = held[torch.isfinite(held) & ((held.abs() >= 2.0**-119) | (held == 0))]
+    between = (held.view(torch.int32) + torch.randint(1, 1 << 16, held.shape, dtype=torch.int32)).view(torch.float32)
+    between = between[torch.isfinite(between) & (between.abs() >= 2.0**-119) & (between.abs() < 3e38)]
+    below = (between.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    above = ((between.view(torch.int32) & -(1 << 16)) + (1 << 16)).view(torch.float32)
+    with xla.init(device) as world:
+        rounded = [round_stochastically(values.to(world.device)).float() for values in (held, between)]
+        kept, taken = (view.clone() for view in world.host_views(rounded))
+    assert torch.equal(kept, held)
+    assert bool(((taken == below) | (taken == above)).all())
+    assert 0.4 < (taken == above).float().mean() < 0.6
+
+
+def test_stochastic_rounding_is_part_of_the_graph():
+    import torch_xla.debug.metrics as xla_metrics
+
+    def on_host():
+        return {name: xla_metrics.counter_value(name) for name in xla_metrics.counter_names() if name[:6] == "aten::"}
+
+    with xla.init("cpu-xla") as world:
+        values = torch.randn(7, 5).to(world.device)
+        world.sync(wait=True)
+        before, compiled = on_host(), count_graphs(world).compiled
+        round_stochastically(values)
+        rounded = round_stochastically(values * 2)
+        world.sync(wait=True)
+        assert on_host() == before
+        assert count_graphs(world).compiled - compiled <= 1
+        assert rounded.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu-xla"])

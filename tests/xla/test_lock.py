@@ -128,6 +128,29 @@ def test_a_file_that_is_no_lock_is_refused(tmp_path, content):
         Lock.read(tmp_path / "graphs.lock")
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("key", "versions", None),
+        ("key", "world_size", "2"),
+        ("graph", "sha256", [1]),
+        ("graph", "inputs", []),
+        ("graph", "operations", None),
+        ("graph", "operations", {"add f32[]": "many"}),
+        ("lock", "graphs", []),
+        ("lock", "graphs", {}),
+    ],
+)
+def test_a_lock_that_was_damaged_by_hand_is_refused(tmp_path, where, name, value):
+    file = tmp_path / "graphs.lock"
+    Lock(KEY, [BASE]).write(file)
+    content = json.loads(file.read_text())
+    {"lock": content, "key": content["key"], "graph": content["graphs"][0]}[where][name] = value
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"graphs\.lock is no lock of graphs"):
+        Lock.read(file)
+
+
 def test_graphs_of_other_versions_are_not_compared():
     newer = dataclasses.replace(KEY, versions={"torch": "2.9.1", "neuronx-cc": "2.26"})
     with pytest.raises(ConfigError, match=r"\(neuronx-cc absent -> 2\.26, torch_xla 2\.9\.0 -> absent\)"):

@@ -107,6 +107,33 @@ def round_stochastically(values: torch.Tensor) -> torch.Tensor:
     Returns:
         bf16 tensor of the same shape. A value that bf16 holds exactly is returned as it is.
     """
+    if values.device.type == "xla":
+        return _round_by_arithmetic(values)
     bits = values.view(torch.int32)
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device)
     return (bits + noise).bitwise_and(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
+
+
+def _round_by_arithmetic(values: torch.Tensor) -> torch.Tensor:
+    """The same without looking at bits, which torch_xla can only do on the host, in the middle of the graph.
+
+    A value is a whole number and a fraction of bf16's spacing at its size, 2**(exponent - 7). All of this is exact in
+    fp32; below 2**-119, where the spacing is no normal number, it rounds to nearest.
+    """
+    size = values.abs()
+    # A logarithm may be off by one next to a power of two; what it says is put right by comparing.
+    exponent = size.log2().floor().clamp(-126, 127)
+    power = _power_of_two(exponent)
+    exponent = exponent - (size < power).float() + (size >= 2 * power).float()
+    spacing = _power_of_two(exponent.clamp(-119, 127)) * 2.0**-7
+    steps = values / spacing
+    whole = steps.floor()
+    up = torch.rand(values.shape, device=values.device) < steps - whole
+    rounded = (whole + up.float()) * spacing
+    return torch.where((size >= 2.0**-119) & torch.isfinite(values), rounded, values).to(torch.bfloat16)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """Returns 2**exponent exactly, for whole numbers from -126 to 127."""
+    table = torch.exp2(torch.arange(-126, 128, dtype=torch.float64)).float().to(exponent.device)
+    return table[(exponent + 126).long().reshape(-1)].reshape(exponent.shape)

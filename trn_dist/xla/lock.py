@@ -112,11 +112,26 @@ class Lock:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != _FORMAT:
                 raise DataError(f"{path} has format {content['format']}; this version of trn_dist reads {_FORMAT}")
-            return cls(Key(**content["key"]), [Graph(**graph) for graph in content["graphs"]])
+            lock = cls(Key(**content["key"]), [Graph(**graph) for graph in content["graphs"]])
+            _require_types(lock)
+            return lock
         except FileNotFoundError:
             raise ConfigError(f"there is no {path}: make it with trn-dist graphs lock") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is no lock of graphs ({error!r}): make it again") from error
+
+
+def _require_types(lock: Lock) -> None:
+    """Raises TypeError where a file that is JSON holds something else than a lock, such as after a bad merge."""
+    graphs = lock.graphs
+    counts = [counted for graph in graphs for counted in (graph.inputs, graph.operations)]
+    texts = [lock.key.device, *(graph.sha256 for graph in graphs)]
+    if not graphs or not isinstance(lock.key.world_size, int) or not isinstance(lock.key.versions, dict):
+        raise TypeError("no graphs, or no key")
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a hash or the device is no text")
+    if not all(isinstance(c, dict) and all(isinstance(n, int) for n in c.values()) for c in counts):
+        raise TypeError("inputs or operations are no numbers by kind")
 
 
 def record(kind: str, rank: int, size: int, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -153,7 +168,7 @@ def read_record(folder: Path) -> Lock:
     if not (folder / "key.json").exists():
         raise ConfigError(
             "the command opened no XLA device through trn_dist.xla.init(): the device 'cpu' makes no graphs; choose "
-            "cpu-xla or neuron"
+            "cpu-xla or neuron, and a launcher that runs rank 0 on this machine"
         )
     key = Key(**json.loads((folder / "key.json").read_text(encoding="utf-8")))
     seen: set[str] = set()
@@ -167,7 +182,10 @@ def read_record(folder: Path) -> Lock:
             if graph.operations:
                 graphs.setdefault(graph.sha256, graph)
     if not graphs:
-        raise ConfigError("the command executed no graph: let it take a few steps")
+        raise ConfigError(
+            "the command executed no graph, or executed one before trn_dist.xla.init(), after which torch_xla records "
+            "none: let it take a few steps, and call init() first"
+        )
     return Lock(key, list(graphs.values()))
 
 
