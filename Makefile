@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # The environment is made again when pyproject.toml changes, or when another checkout made it.
 WANTED := $(CURDIR) $(shell sha256sum pyproject.toml | cut -c1-16)
 
-.PHONY: demo test test-nightly lint types check install install-nightly clean
+.PHONY: demo test test-slow test-nightly lint types check install install-nightly clean
 
 demo: install
 	@if [ ! -d $(DEMO)/data ]; then \
@@ -23,8 +23,12 @@ demo: install
 	  --batch_size 16 --grad_accum_usteps 1 --lr 1e-3 --warmup_steps 50 --max_steps 2000 \
 	  --steps_this_run $(DEMO_STEPS) --steps_per_ckpt 100
 
-test: install test-nightly
-	$(BIN)/pytest
+# Everything but the tests marked slow, which `make check` runs too.
+test: install
+	$(BIN)/pytest -m "not slow"
+
+test-slow: install
+	$(BIN)/pytest -m slow
 
 # The other torchx that people have installed; it needs an environment of its own.
 test-nightly: install install-nightly
@@ -37,7 +41,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-check: lint types test
+check: lint types test test-slow test-nightly
 
 install:
 	@if [ "$$(cat $(VENV)/.installed 2>/dev/null)" != "$(WANTED)" ]; then \
