@@ -35,13 +35,20 @@ class WorldRun:
 def run_world(tmp_path: Path) -> Callable[..., WorldRun]:
     """Runs a script of tests/workers in a world of torchrun processes.
 
-    The script is called as `script OUTPUT_DIR ARGS...` and leaves its result as OUTPUT_DIR/<rank>.json.
+    The script is called as `script OUTPUT_DIR ARGS...` and leaves its result as OUTPUT_DIR/<rank>.json. With `agent` it
+    runs under the agent of `trn_dist.launcher`, whose exit code tells of the worker that failed first.
     """
 
-    def run(script: str, *args: object, size: int = 2, env: dict[str, str] | None = None) -> WorldRun:
+    def run(
+        script: str, *args: object, size: int = 2, env: dict[str, str] | None = None, agent: bool = False
+    ) -> WorldRun:
         out = tmp_path / f"world-{len(list(tmp_path.glob('world-*')))}"
         out.mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(size)]
+        command = [sys.executable, "-m"]
+        command += (
+            ["trn_dist.launcher.agent", "--processes"] if agent else ["torch.distributed.run", "--nproc_per_node"]
+        )
+        command += [str(size)]
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
         command += [str(WORKERS / script), str(out), *map(str, args)]
         done = subprocess.run(

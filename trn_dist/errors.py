@@ -4,9 +4,13 @@ Each message says what is wrong, where (file, shard, key, rank, field) and what 
 one of these prints the message without a traceback and exits with the class's `exit_code`.
 """
 
+import json
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 
 class TrnDistError(Exception):
@@ -52,7 +56,8 @@ def exit_code_of(main: Callable[[], object]) -> int:
     """Runs a program's main function and returns its exit code.
 
     An error that trn_dist raises on purpose is printed to stderr, without a traceback, and gives its class's code; any
-    other error is a fault and keeps its traceback.
+    other error is a fault and keeps its traceback. A worker of torchelastic leaves either in its error file at once, so
+    that it is known as the first failure although other workers, which lost a peer, may be gone before it.
 
     Args:
         main: returns None for success, or the exit code.
@@ -61,5 +66,22 @@ def exit_code_of(main: Callable[[], object]) -> int:
         code = main()
     except TrnDistError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        _write_error_file(error, {"errorCode": error.exit_code}, {})
         return error.exit_code
+    except Exception as error:
+        _write_error_file(error, {}, {"py_callstack": traceback.format_exc()})
+        raise
     return code if isinstance(code, int) else 0
+
+
+def _write_error_file(error: Exception, message: dict[str, object], extra: dict[str, object]) -> None:
+    """Writes what `torch.distributed.elastic.multiprocessing.errors.record` would, without torch, and the exit code."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    text = f"{type(error).__name__}: {error}"
+    data = {"message": {"message": text, **message, "extraInfo": {**extra, "timestamp": str(int(time.time()))}}}
+    try:
+        Path(path).write_text(json.dumps(data))
+    except OSError as unwritten:
+        print(f"the error file {path} cannot be written: {unwritten}", file=sys.stderr, flush=True)

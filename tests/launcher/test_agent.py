@@ -1,11 +1,15 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
+
+from trn_dist.errors import WorldError
+from trn_dist.launcher import agent
 
 pytest.importorskip("torch")
 
@@ -98,3 +102,53 @@ def test_a_python_without_torch_is_named(tmp_path):
     )
     assert done.returncode == 78
     assert "has no torch to run the workers with: pip install 'trn-dist[xla]'" in done.stderr
+
+
+def test_a_bad_configuration_is_the_cause_whichever_worker_is_gone_first(run_agent):
+    # Rank 1 finds the fault; rank 0 loses its peer and is gone before it, while rank 1 takes its time to leave.
+    program = (
+        "import os, signal, sys, time\n"
+        "from trn_dist.errors import ConfigError, exit_code_of\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    time.sleep(1)\n    sys.exit(exit_code_of(lambda: 1 / 0))\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "def main():\n    raise ConfigError('the batch does not fit')\n"
+        "code = exit_code_of(main)\ntime.sleep(100)\nsys.exit(code)\n"
+    )
+    done = run_agent(program, processes=2)
+    assert done.returncode == 78, done.stderr
+    assert "error: the batch does not fit" in done.stderr
+
+
+def test_the_nodes_of_a_gang_are_numbered_by_their_index(monkeypatch):
+    monkeypatch.setenv("POD_IP", "255.255.255.255")
+    addresses = [agent.ordered_address(index) for index in range(1200)]
+    assert sorted(addresses) == addresses
+    assert addresses[0] == "255.255.255.255"
+    monkeypatch.delenv("POD_IP")
+    assert agent.ordered_address(0) == socket.getfqdn()
+
+
+def test_a_host_that_appears_late_is_waited_for(monkeypatch, capsys):
+    answers = iter([socket.gaierror(-2, "Name or service not known")] * 50 + [[]])
+
+    def look_up(host, port):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(agent.socket, "getaddrinfo", look_up)
+    slept = []
+    agent.wait_for_host("job-worker-0.job", 900, sleep=slept.append)
+    assert len(slept) == 50
+    assert "waiting for the first node: job-worker-0.job is not known yet" in capsys.readouterr().err
+
+
+def test_a_host_that_never_appears_is_an_error_that_names_it(monkeypatch):
+    def look_up(host, port):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(agent.socket, "getaddrinfo", look_up)
+    with pytest.raises(WorldError, match="job-worker-0.invalid was not known after 3 s .*headless service"):
+        agent.wait_for_host("job-worker-0.invalid", 3, sleep=lambda seconds: None)

@@ -3,19 +3,27 @@
     python -m trn_dist.launcher.agent --processes N [--rank0_env NAME --rdzv_port PORT] TORCHRUN ARGUMENTS
 
 It gives each worker its share of the host's CPUs (torchrun gives one), finds the rendezvous host in the variable whose
-name the scheduler gave, and hands on the exit code of the worker that failed first (torchrun itself turns every failure
-into 1), so that a scheduler can tell a bad configuration (78) from what a restart may cure.
+name the scheduler gave and waits until that name is known, orders the nodes by their index in the gang, and hands on
+the exit code of the worker that failed first (torchrun itself turns every failure into 1), so that a scheduler can tell
+a bad configuration (78) from what a restart may cure.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from trn_dist.errors import MissingDependencyError, exit_code_of
+from trn_dist.errors import MissingDependencyError, WorldError, exit_code_of
 from trn_dist.launcher.macros import keep_dollars
+
+# How long the first node of a gang may take to appear: a node that joins the cluster and pulls its image.
+HOST_TIMEOUT_SECONDS = 900
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         torchrun([*_rendezvous(own), "--nproc_per_node", str(own.processes), *map(keep_dollars, torchrun_arguments)])
     except ChildFailedError as error:
         print(error.format_msg(), file=sys.stderr, flush=True)  # type: ignore[no-untyped-call]
+        if any(_said_configuration(failure.error_file) for failure in error.failures.values()):
+            return os.EX_CONFIG
         code = error.get_first_failure()[1].exitcode
         return code if code >= 0 else 128 - code
     except SignalException as stopped:
@@ -73,7 +83,79 @@ def _rendezvous(own: argparse.Namespace) -> list[str]:
         return []
     # Some schedulers leave the variable unset on rank 0's own host.
     host = os.environ.get(own.rank0_env) or "localhost"
-    return ["--rdzv_endpoint", f"{host}:{own.rdzv_port}"]
+    arguments = ["--rdzv_endpoint", f"{host}:{own.rdzv_port}"]
+    index = os.environ.get("VC_TASK_INDEX")
+    if index is None:
+        return arguments
+    if index != "0":
+        wait_for_host(host, HOST_TIMEOUT_SECONDS)
+    # A host whose name is known may still be starting: that wait is the connection's own timeout.
+    conf = f"is_host={'true' if index == '0' else 'false'},read_timeout={HOST_TIMEOUT_SECONDS}"
+    return [*arguments, "--rdzv_conf", conf, "--local_addr", ordered_address(int(index))]
+
+
+def ordered_address(index: int) -> str:
+    """Returns an address that makes torchelastic number the nodes by their index in the gang.
+
+    It sorts them by the text of their addresses, `job-10` before `job-2`, and uses no address but that of the first,
+    where the workers meet: so the first gives its own, and the others a text that sorts behind every address.
+
+    Args:
+        index: this pod's number among those of its task, from 0.
+    """
+    return (os.environ.get("POD_IP") or socket.getfqdn()) if index == 0 else f"~{index:08d}"
+
+
+def wait_for_host(host: str, timeout: float, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Waits until the name of the rendezvous host resolves: its pod may start later than this one.
+
+    Args:
+        host: name or address.
+        timeout: seconds to try; a number of tries follows from it, one a second.
+        sleep: waits for that many seconds.
+
+    Raises:
+        WorldError: the name is still unknown.
+    """
+    for attempt in range(max(1, int(timeout))):
+        try:
+            socket.getaddrinfo(host, None)
+        except socket.gaierror as error:
+            unknown = error
+        else:
+            return
+        if attempt % 30 == 10:
+            print(f"waiting for the first node: {host} is not known yet", file=sys.stderr, flush=True)
+        sleep(1)
+    raise WorldError(
+        f"the first node's name {host} was not known after {timeout:.0f} s ({unknown}): see whether its pod runs, and "
+        "whether the job's headless service exists"
+    )
+
+
+def _said_configuration(error_file: str) -> bool:
+    """Tells whether a worker of this node ended with a bad configuration.
+
+    It explains the failures of all others, which lost a peer, in whatever order torchrun saw them; torchrun may even
+    have ended that worker itself while it was on its way out.
+
+    Args:
+        error_file: a failed worker's; those of the others lie beside it, `LOCAL_RANK/error.json`.
+    """
+    return any(_error_code(path) == os.EX_CONFIG for path in _siblings(Path(error_file)))
+
+
+def _siblings(error_file: Path) -> Iterable[Path]:
+    return error_file.parents[1].glob(f"*/{error_file.name}") if error_file.is_file() else ()
+
+
+def _error_code(error_file: Path) -> int | None:
+    try:
+        message = json.loads(error_file.read_text(encoding="utf-8"))["message"]
+    except (OSError, ValueError, KeyError):
+        return None
+    code = message.get("errorCode") if isinstance(message, dict) else None
+    return code if isinstance(code, int) else None
 
 
 if __name__ == "__main__":

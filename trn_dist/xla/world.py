@@ -195,7 +195,10 @@ class World(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # A rank that fails keeps its connections until its process ends: closed now, the others would fail of it and
+        # could be gone, and be taken for the cause, before this one's exit code is known.
+        if self.size == 1 or kind is None or not issubclass(kind, Exception):
+            self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.kind} rank {self.rank} of {self.size} on {self.device}>"
