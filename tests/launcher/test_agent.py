@@ -7,6 +7,8 @@ import sys
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trn_dist.errors import WorldError
 from trn_dist.launcher import agent
@@ -152,3 +154,43 @@ def test_a_host_that_never_appears_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setattr(agent.socket, "getaddrinfo", look_up)
     with pytest.raises(WorldError, match="job-worker-0.invalid was not known after 3 s .*headless service"):
         agent.wait_for_host("job-worker-0.invalid", 3, sleep=lambda seconds: None)
+
+
+def test_the_termination_message_tells_of_the_first_failure(run_agent, tmp_path):
+    log = tmp_path / "termination-log"
+    log.touch()
+    program = (
+        "import os, sys\n"
+        "from trn_dist.errors import ConfigError, exit_code_of\n"
+        "def main():\n    raise ConfigError(sys.argv[1])\n"
+        "if os.environ['RANK'] == '1':\n    sys.exit(exit_code_of(main))\n"
+        "import time\ntime.sleep(100)\n"
+    )
+    done = run_agent(program, "the batch does not fit", processes=2, env={"TRN_TERMINATION_LOG": str(log)})
+    assert done.returncode == 78
+    message = json.loads(log.read_text())["message"]
+    assert message["message"] == "ConfigError: the batch does not fit"
+    assert (message["errorCode"], message["extraInfo"]["rank"]) == (78, "1")
+
+
+@given(text=st.text(max_size=9000), calls=st.text(max_size=9000))
+def test_a_termination_message_always_fits(text, calls):
+    message = {"message": text, "extraInfo": {"py_callstack": calls}}
+    encoded = agent.Failure(rank=3, code=1, message=message, timestamp=0).as_json(limit=4096)
+    assert len(encoded) <= 4096
+    found = json.loads(encoded)["message"]
+    assert text.startswith(found["message"])
+    assert calls.endswith(found["extraInfo"]["py_callstack"])
+
+
+def test_the_termination_message_of_a_signal_and_of_a_fault(run_agent, tmp_path):
+    log = tmp_path / "termination-log"
+    env = {"TRN_TERMINATION_LOG": str(log)}
+    run_agent("import os\nos.kill(os.getpid(), 9)\n", env=env)
+    message = json.loads(log.read_text())["message"]
+    assert "SIGKILL" in message["message"]
+    assert message["errorCode"] == 137
+    run_agent("from trn_dist.errors import exit_code_of\nexit_code_of(lambda: [][1])\n", env=env)
+    message = json.loads(log.read_text())["message"]
+    assert message["message"] == "IndexError: list index out of range"
+    assert "Traceback" in message["extraInfo"]["py_callstack"]

@@ -16,11 +16,16 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trn_dist.errors import MissingDependencyError, WorldError, exit_code_of
 from trn_dist.launcher.macros import keep_dollars
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 # How long the first node of a gang may take to appear: a node that joins the cluster and pulls its image.
 HOST_TIMEOUT_SECONDS = 900
@@ -54,10 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         torchrun([*_rendezvous(own), "--nproc_per_node", str(own.processes), *map(keep_dollars, torchrun_arguments)])
     except ChildFailedError as error:
         print(error.format_msg(), file=sys.stderr, flush=True)  # type: ignore[no-untyped-call]
-        if any(_said_configuration(failure.error_file) for failure in error.failures.values()):
-            return os.EX_CONFIG
-        code = error.get_first_failure()[1].exitcode
-        return code if code >= 0 else 128 - code
+        rank, first = error.get_first_failure()
+        failure = _configuration_error(error) or Failure(
+            rank, first.exitcode if first.exitcode >= 0 else 128 - first.exitcode, first.message, first.timestamp
+        )
+        failure.leave_for_the_scheduler()
+        return failure.code
     except SignalException as stopped:
         # torchrun has passed the signal on and waited for the workers to leave.
         return 128 + stopped.sigval
@@ -133,29 +140,76 @@ def wait_for_host(host: str, timeout: float, *, sleep: Callable[[float], None] =
     )
 
 
-def _said_configuration(error_file: str) -> bool:
-    """Tells whether a worker of this node ended with a bad configuration.
+@dataclass(frozen=True)
+class Failure:
+    """What ended the workers of this node.
+
+    Attributes:
+        rank: of the worker, in the world.
+        code: its exit code; 128 + N after signal N.
+        message: text, or what torchelastic's error file holds under `message`: `message` and `extraInfo` with
+            `py_callstack` and `timestamp`.
+        timestamp: seconds since the epoch.
+    """
+
+    rank: int
+    code: int
+    message: object
+    timestamp: int
+
+    def leave_for_the_scheduler(self) -> None:
+        """Writes the container's termination message, which a scheduler shows without a look into the logs.
+
+        The file is named in TRN_TERMINATION_LOG; torchelastic's own variable cannot be used, because it removes the
+        file first and this one is a mount. Kubernetes keeps the last 4,096 bytes, so the message is kept below that.
+        """
+        path = os.environ.get("TRN_TERMINATION_LOG")
+        if not path:
+            return
+        try:
+            Path(path).write_bytes(self.as_json(limit=4096))
+        except OSError as error:
+            print(f"the termination message {path} cannot be written: {error}", file=sys.stderr, flush=True)
+
+    def as_json(self, limit: int) -> bytes:
+        """Returns torchx's form of an error, in at most `limit` bytes: the traceback loses its beginning first."""
+        data: dict[str, object] = self.message if isinstance(self.message, dict) else {"message": self.message}
+        extra = data.get("extraInfo")
+        calls = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
+        text = str(data.get("message", ""))
+        while True:
+            about = {"timestamp": str(self.timestamp), "rank": str(self.rank), "py_callstack": calls}
+            message = {"message": text, "errorCode": self.code, "extraInfo": about}
+            encoded = json.dumps({"message": message}, ensure_ascii=False).encode(errors="replace")
+            if len(encoded) <= limit:
+                return encoded
+            calls, text = calls[len(calls) // 2 + 1 :], text if calls else text[: len(text) * 3 // 4]
+
+
+def _configuration_error(error: ChildFailedError) -> Failure | None:
+    """Returns the failure of the worker that ended with a bad configuration, if one of this node did.
 
     It explains the failures of all others, which lost a peer, in whatever order torchrun saw them; torchrun may even
-    have ended that worker itself while it was on its way out.
-
-    Args:
-        error_file: a failed worker's; those of the others lie beside it, `LOCAL_RANK/error.json`.
+    have ended that worker itself while it was on its way out. The error files of a node's workers lie side by side, as
+    `LOCAL_RANK/error.json`.
     """
-    return any(_error_code(path) == os.EX_CONFIG for path in _siblings(Path(error_file)))
+    first_rank, first = next(iter(error.failures.items()))
+    for failure in error.failures.values():
+        files = Path(failure.error_file).parents[1].glob("*/error.json") if Path(failure.error_file).is_file() else ()
+        for path in files:
+            message = _read_error_file(path)
+            if message.get("errorCode") == os.EX_CONFIG:
+                rank = first_rank - first.local_rank + int(path.parent.name)
+                return Failure(rank, os.EX_CONFIG, message, failure.timestamp)
+    return None
 
 
-def _siblings(error_file: Path) -> Iterable[Path]:
-    return error_file.parents[1].glob(f"*/{error_file.name}") if error_file.is_file() else ()
-
-
-def _error_code(error_file: Path) -> int | None:
+def _read_error_file(path: Path) -> dict[str, object]:
     try:
-        message = json.loads(error_file.read_text(encoding="utf-8"))["message"]
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
     except (OSError, ValueError, KeyError):
-        return None
-    code = message.get("errorCode") if isinstance(message, dict) else None
-    return code if isinstance(code, int) else None
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
 if __name__ == "__main__":
